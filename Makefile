@@ -8,7 +8,7 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
-KERNEL_TESTS := tests/drafter/gpu_triton/test_kernels_*.py
+KERNEL_TESTS := tests/drafter/gpu_triton/test_kernels_*.py tests/drafter/compute/test_delta_net.py
 GPU_TESTS := $(KERNEL_TESTS) tests/drafter/gpu_triton/test_launches.py tests/drafter/compute/test_layer_kinds.py \
   $(addprefix tests/actors/targets/, test_device_runner.py test_batch_invariant.py test_fp8_kv.py)
 # Files with a short form, and those of a GPU's steps, which `make test` runs without warm-up.

@@ -1,9 +1,11 @@
-"""The gated delta rule equals transformers'; its bits do not depend on how rows are cut.
+"""The gated delta rule equals transformers' on every backend; its bits do not depend on how rows are cut.
 
 Slots here are a memory's, rows those of a layer's product.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,10 +16,12 @@ from manta.cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from manta.drafter.compute.backend import Backend
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.backend import EagerBackend
-from manta.drafter.compute.eager.delta_rule import chunk, conv_chunk, conv_fold, fold, unit
+from manta.drafter.compute.eager.delta_rule import chunk, fold, unit
+from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.layers.gated_delta_net import DeltaNetShape
 from manta.drafter.compute.memory.recurrent_state_cache import Save, StateMemory
 from manta.jobs.doctor.cases.delta_rule import DeltaLayer
+from support.engines.devices import DEVICE, HALVES
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5RMSNormGated,
@@ -25,33 +29,47 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     torch_chunk_gated_delta_rule,
 )
 
+# Heads of no round size; then a key head of Qwen3.5-9B and 35B-A3B, and of 27B with fewer columns.
 KIND = RecurrentStateSpec(num_key_heads=2, num_value_heads=6, key_dim=8, value_dim=12, taps=4)
-WIDTH = KIND.channels + 6 * 12 + 2 * 6
-NUM_SLOTS, MAX_DRAFTS, LAYER = 4, 5, 1
-BACKENDS = (EagerBackend(), NumbaBackend())
+SMALL = RecurrentStateSpec(num_key_heads=1, num_value_heads=1, key_dim=8, value_dim=4, taps=4)
+TWO, THREE = RecurrentStateSpec(1, 2, 128, 128, 4), RecurrentStateSpec(1, 3, 128, 16, 4)
+NUM_SLOTS, MAX_DRAFTS, LAYER = 5, 5, 1
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "eager": EagerBackend,
+    "loops": NumbaBackend,
+    "triton": lambda: TritonBackend(DEVICE),
+    "triton, batch-invariant": lambda: TritonBackend(DEVICE, batch_invariant=True),
+}
 
 
-def rows(count: int, seed: int = 0, width: int = WIDTH) -> Tensor:
-    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+def dice(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rows(count: int, seed: int = 0, kind: RecurrentStateSpec = KIND) -> Tensor:
+    return dice(count, kind.channels + kind.num_value_heads * (kind.value_dim + 2), seed=seed)
 
 
 def operands(count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    q, k = (unit(rows(count, seed, 16).unflatten(1, (2, 8))) for seed in (1, 2))
-    v = rows(count, 3, 72).unflatten(1, (6, 12))
-    return q * 8**-0.5, k, v, -rows(count, 4, 6).exp(), rows(count, 5, 6).sigmoid()
+    q, k = (unit(dice(count, 2, 8, seed=seed)) for seed in (1, 2))
+    v = dice(count, 6, 12, seed=3)
+    return q * 8**-0.5, k, v, -dice(count, 6, seed=4).exp(), dice(count, 6, seed=5).sigmoid()
 
 
-def make_shape() -> DeltaNetShape:
-    kernel, norm = rows(KIND.channels, 6, 4), 1.0 + 0.1 * rows(1, 7, 12)[0]
-    return DeltaNetShape(KIND, kernel, -rows(1, 8, 6)[0].exp(), rows(1, 9, 6)[0], norm, 1e-2)
+def make_shape(kind: RecurrentStateSpec = KIND, device: torch.device | str = "cpu") -> DeltaNetShape:
+    heads, norm_F = kind.num_value_heads, 1.0 + 0.1 * dice(kind.value_dim, seed=7)
+    kernel_CT, rate_V = dice(kind.channels, kind.taps, seed=6), -dice(heads, seed=8).exp()
+    parts = (part.to(device) for part in (kernel_CT, rate_V, dice(heads, seed=9), norm_F))
+    return DeltaNetShape(kind, *parts, 1e-2)
 
 
-SHAPE = make_shape()
-
-
-def layer_of(backend: Backend, dtype: torch.dtype = torch.float32) -> DeltaLayer:
-    memory = StateMemory(2, KIND, NUM_SLOTS, MAX_DRAFTS, dtype, "cpu")
-    return DeltaLayer(backend, SHAPE, memory, page_size=16, layer=LAYER)
+def layer_of(
+    backend: Backend, kind: RecurrentStateSpec = KIND, dtype: torch.dtype = torch.float32, padding: int = 0
+) -> DeltaLayer:
+    """Return a layer, of kernels on their device."""
+    device = DEVICE if isinstance(backend, TritonBackend) else torch.device("cpu")
+    memory = StateMemory(2, kind, NUM_SLOTS, MAX_DRAFTS, dtype, device)
+    return DeltaLayer(backend, make_shape(kind, device), memory, page_size=16, layer=LAYER, padding=padding)
 
 
 def run_row_by_row(layer: DeltaLayer, slot: int, given: Tensor) -> Tensor:
@@ -67,7 +85,7 @@ def layer(backend: Backend) -> DeltaLayer:
 def test_outputs_and_states_equal_transformers_chunked_rule(count: int) -> None:
     """transformers' chunks are 64 rows of matrix products."""
     q, k, v, g, beta = operands(count)
-    state = 0.3 * rows(6 * 8, 10, 12).view(6, 8, 12)
+    state = 0.3 * dice(6, 8, 12, seed=10)
     read, records, behind = chunk(q, k, v, g, beta, state)
     scaled = (x[None] for x in (q * 8**0.5, k, v, g, beta))
     theirs, end = torch_chunk_gated_delta_rule(*scaled, initial_state=state[None], output_final_state=True)
@@ -76,44 +94,39 @@ def test_outputs_and_states_equal_transformers_chunked_rule(count: int) -> None:
     torch.testing.assert_close(fold(state, records, count), end[0], atol=1e-5, rtol=1e-4)
 
 
-def test_folding_a_prefix_gives_the_bits_of_a_shorter_pass() -> None:
-    q, k, v, g, beta = operands(9)
-    state, x, window = rows(48, 10, 12).view(6, 8, 12), rows(9, 11, 10), rows(3, 12, 10)
-    _, records, _ = chunk(q, k, v, g, beta, state)
-    for count in range(10):
-        *_, behind = chunk(*(part[:count] for part in (q, k, v, g, beta)), state)
-        assert torch.equal(fold(state, records, count), behind)
-        assert torch.equal(conv_fold(window, x, count), torch.cat((window, x))[count : count + 3])
-
-
-def test_the_convolution_equals_transformers() -> None:
-    x, kernel = rows(20, 13, 10), rows(10, 14, 4)
-    theirs = causal_conv1d_fn(x.T[None], kernel, activation="silu")[0].T
-    first = conv_chunk(x[:2], torch.zeros(3, 10), kernel)
-    second = conv_chunk(x[2:], conv_fold(torch.zeros(3, 10), x[:2], 2), kernel)
-    torch.testing.assert_close(torch.cat((first, second)), theirs)
-
-
-def test_a_layer_equals_one_of_transformers_parts(layer: DeltaLayer) -> None:
-    mixed = rows(30)
+@pytest.mark.parametrize("keys", ["any", "equal"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_layer_equals_one_of_transformers_parts(name: str, keys: str) -> None:
+    """Equal keys are as of a repeated token: A is nearly all ones below its diagonal."""
+    layer, mixed, shape = layer_of(BACKENDS[name]()), rows(50), make_shape()
+    if keys == "equal":
+        mixed = rows(1).repeat(50, 1) + 0.01 * rows(50, 3)
+        mixed[:, -12:-6], mixed[:, -6:] = 4.0, -9.0  # beta near 1, nothing decays
     x, z, b, a = mixed.split([KIND.channels, 72, 6, 6], dim=1)
-    y = causal_conv1d_fn(x.T[None], SHAPE.kernel_CT, activation="silu")[0].T
+    y = causal_conv1d_fn(x.T[None], shape.kernel_CT, activation="silu")[0].T
     q, k, v = (
         part.unflatten(1, (-1, size))[None]
         for part, size in zip(y.split([16, 16, 72], 1), (8, 8, 12), strict=True)
     )
-    g = SHAPE.rate_V * torch.nn.functional.softplus(a + SHAPE.dt_bias_V)
-    read, _ = torch_chunk_gated_delta_rule(q, k, v, g[None], b.sigmoid()[None], use_qk_l2norm_in_kernel=True)
-    norm = Qwen3_5RMSNormGated(12, eps=SHAPE.eps)
-    norm.weight.data = SHAPE.norm_F
+    g = shape.rate_V * torch.nn.functional.softplus(a + shape.dt_bias_V)
+    read, state = torch_chunk_gated_delta_rule(
+        *(q, k, v, g[None], b.sigmoid()[None]), output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    norm = Qwen3_5RMSNormGated(12, eps=shape.eps)
+    norm.weight.data = shape.norm_F
     expected = norm(read[0], z.unflatten(1, (6, 12))).flatten(1).detach()
-    torch.testing.assert_close(layer.run([(2, mixed, 0)]), expected, atol=1e-5, rtol=1e-4)
+    near = {"atol": 1e-4 if name.startswith("triton") else 1e-5, "rtol": 1e-4}
+    torch.testing.assert_close(layer.run([(2, mixed, 0)]).cpu(), expected, **near)
+    torch.testing.assert_close(layer.memory.states_LZVDF[LAYER, 2].cpu(), state[0], **near)
 
 
 @pytest.mark.parametrize("stood", range(MAX_DRAFTS + 1))
-def test_rejected_drafts_leave_no_trace_in_any_bit(layer: DeltaLayer, stood: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"), [("eager", KIND), ("loops", KIND), ("triton, batch-invariant", SMALL)], ids=str
+)
+def test_rejected_drafts_leave_no_trace_in_any_bit(name: str, kind: RecurrentStateSpec, stood: int) -> None:
     """A prompt, partly accepted drafts, more drafts and the rest equal a pass row by row."""
-    given, wrong = rows(24), rows(24, seed=20)
+    layer, given, wrong = layer_of(BACKENDS[name](), kind), rows(24, 0, kind), rows(24, 20, kind)
     expected = run_row_by_row(layer, 0, given)
     reported = [layer.run([(1, given[:9], 0)])]
     drafts = torch.cat((given[9 : 10 + stood], wrong[: MAX_DRAFTS - stood]))
@@ -154,7 +167,7 @@ def test_a_copy_includes_records(layer: DeltaLayer) -> None:
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_loops_equal_the_definition(dtype: torch.dtype, data: st.DataObject) -> None:
-    layers = [layer_of(backend, dtype) for backend in BACKENDS]
+    layers = [layer_of(BACKENDS[name](), dtype=dtype) for name in ("eager", "loops")]
     for step in range(3):
         owner = data.draw(st.permutations(range(3)))[: data.draw(st.integers(1, 3))]
         given = []
@@ -171,6 +184,55 @@ def test_loops_equal_the_definition(dtype: torch.dtype, data: st.DataObject) -> 
             stood = data.draw(st.integers(0, drafts))
             for each in layers:
                 each.accept(slot, stood)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "dtype"),
+    [
+        *((KIND, 37, dtype) for dtype in (torch.float32, *HALVES)),
+        pytest.param(TWO, 17, torch.float32, marks=pytest.mark.if_changed),
+        (THREE, 2, HALVES[0]),
+    ],
+    ids=str,
+)
+def test_ragged_passes_of_kernels_equal_the_definition(
+    kind: RecurrentStateSpec, prompt: int, dtype: torch.dtype
+) -> None:
+    """Prompts run in chunks with states saved on the way, then partly accepted blocks, with padding rows."""
+    backends = (("eager", 0), ("triton", 2))
+    layers = [layer_of(BACKENDS[name](), kind, dtype, padding) for name, padding in backends]
+    tolerance = 1e-4 if dtype is torch.float32 else 2e-2
+    enter = [(3, rows(prompt, 1, kind), 0), (2, rows(0, 0, kind), 0), (0, rows(2, 2, kind), 0)]
+    blocks = [(0, rows(1 + MAX_DRAFTS, 3, kind), MAX_DRAFTS), (3, rows(3, 4, kind), 2)]
+    again = [(3, rows(18, 5, kind), 0), (0, rows(4, 6, kind), 3)]
+    saves = (Save(0, min(prompt, 16), 4),)
+    for passed, saved, stood in ((enter, saves, (0, 0)), (blocks, (), (4, 2)), (again, (), (1, 0))):
+        outs = [layer.run(passed, saved).float().cpu() for layer in layers]
+        torch.testing.assert_close(outs[1], outs[0], atol=tolerance, rtol=tolerance)
+        for part, other in zip(*(layer.memory.tensors for layer in layers), strict=True):
+            torch.testing.assert_close(part.cpu(), other.cpu(), atol=tolerance, rtol=tolerance)
+        for layer in layers:
+            layer.accept(0, stood[0])
+            layer.accept(3, stood[1])
+
+
+@pytest.mark.parametrize("name", ["triton", "triton, batch-invariant"])
+def test_no_bit_of_a_row_depends_on_the_other_rows(name: str) -> None:
+    prompt, block = rows(20, 1, SMALL), rows(6, 2, SMALL)
+    alone, crowded = (layer_of(BACKENDS[name](), SMALL) for _ in range(2))
+    others = [[(0, rows(18, 3, SMALL), 0)], [(0, rows(2, 4, SMALL), 1), (4, rows(1, 5, SMALL), 0)]]
+    for own, drafts, around in ((prompt, 0, others[0]), (block, 5, others[1]), (block[:2], 0, [])):
+        expected = alone.run([(1, own, drafts)])
+        got = crowded.run([*around, (1, own, drafts), *[(3, each, 0) for _, each, _ in around[:1]]])
+        begin = sum(len(each) for _, each, _ in around)
+        assert torch.equal(got[begin : begin + len(own)], expected)
+        for part in crowded.memory.tensors:
+            part[:, 3] = 0
+        crowded.first_Z[3] = 0
+        for each in (alone, crowded):
+            each.accept(1, 3 if drafts else 0)
+    for mine, theirs in zip(crowded.memory.tensors, alone.memory.tensors, strict=True):
+        assert torch.equal(mine[:, 1], theirs[:, 1])
 
 
 def test_byte_counts_equal_the_allocated_memory() -> None:
