@@ -1,4 +1,4 @@
-"""Suffix decoding: the automaton against brute force, and drafts through whole engines.
+"""Copies: suffixes' automaton against brute force; drafts of suffixes and n-grams through whole engines.
 
 `test_lossless.py` has cells of the grid, `test_lossless_topologies.py` one with two ranks.
 """
@@ -29,6 +29,11 @@ from support.oracles.recorded_chains import decode_alone, texts
 from support.oracles.schemas import held_by
 
 CACHED = "suffix_decoding_max_cached_requests"
+COPIES: dict[str, dict[str, object]] = {
+    "n-grams": {"method": "ngram", "num_speculative_tokens": 5},
+    "suffixes": {"method": "suffix", CACHED: 8},
+    "mixed": {"suffix_drafts": True, CACHED: 8},
+}
 TEXTS = st.lists(st.integers(0, 2), max_size=60) | st.lists(st.integers(0, 5), max_size=60)
 
 
@@ -217,23 +222,28 @@ def test_chosen_copies_have_margins_on_the_drafters_scale() -> None:
     assert (mixed.margins_RK[0] > 0.5).all()
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("kind", ["n-grams", "suffixes", "mixed"])
 def test_two_ranks_verify_the_same_drafts_and_return_the_plain_tokens(
-    tiny_qwen3: Path, tmp_path: Path, mixed: bool
+    tiny_qwen3: Path, tmp_path: Path, kind: str
 ) -> None:
+    """Without a drafter, as many drafts are verified as on one rank."""
     repeats = [7, 8, 9, 10] * 6 + [7, 8]
     plain = texts(decode_alone(load_runner(settings(tiny_qwen3))[0], repeats, 0, 12))
-    drafter = {"model": str(make_tiny_drafter(tmp_path)), "suffix_drafts": True}
-    spec = {"adaptive": False, "num_speculative_tokens": 5, **(drafter if mixed else {"method": "suffix"})}
+    drafter = {"model": str(make_tiny_drafter(tmp_path))} if kind == "mixed" else {}
+    spec = {**COPIES[kind], **drafter, "adaptive": False, "num_speculative_tokens": 5}
     config = settings(tiny_qwen3, tensor_parallel_size=2, speculative_config=spec)
 
-    def work(rank: ThreadRank) -> list[tuple[list[int], int, list[float]]]:
-        return decode_alone(load_runner(config, rank)[0], repeats, 5, 12)
+    def work(rank: ThreadRank | None) -> list[tuple[list[int], int, list[float]]]:
+        ranks = 1 if rank is None else rank.world_size
+        return decode_alone(load_runner(replace(config, tensor_parallel_size=ranks), rank)[0], repeats, 5, 12)
 
     first, second = ThreadRanks(2).run(work)
     assert texts(first) == texts(second)
     assert texts(first)[: len(plain)] == plain
     assert max(count for _, count, _ in first) == 5
+    if kind == "n-grams":
+        assert first == second == work(None)
+        assert {0, 5} == {count for _, count, _ in first[1:]}, "none, or as many as were asked for"
 
 
 @pytest.mark.parametrize("trees", [{}, {"tree_width": 2, "tree_size": 6}], ids=["chains", "trees"])
@@ -257,13 +267,6 @@ def test_an_answer_that_repeats_itself_needs_few_passes_of_the_drafter(
     assert stats.step_seconds["draft"] > 0.0
     assert 0 < stats.num_copied_accepted_tokens <= stats.num_accepted_tokens
     assert (stats.num_trees > 0) == bool(trees)
-
-
-COPIES: dict[str, dict[str, object]] = {
-    "n-grams": {"method": "ngram", "num_speculative_tokens": 5},
-    "suffixes": {"method": "suffix", CACHED: 8},
-    "mixed": {"suffix_drafts": True, CACHED: 8},
-}
 
 
 @pytest.fixture(scope="module")
