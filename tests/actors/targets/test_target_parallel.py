@@ -20,7 +20,6 @@ from manta.actors.targets.model.tensor_parallel import (
     smallest,
     vocab_embedding,
 )
-from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import ConfigError
 from manta.drafter.compute.layers.linear import Linear
 from manta.drafter.step.inputs.proposals import Proposals
@@ -28,7 +27,7 @@ from support.checkpoints.drafters import eagle3_speculators, write_drafter
 from support.checkpoints.families import FAMILIES
 from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
 from support.engines.steps import settings
-from support.engines.thread_ranks import PROMPTS, ThreadRank, ThreadRanks, tokens_by_steps
+from support.engines.thread_ranks import PROMPTS, ThreadRank, ThreadRanks, tokens_by_steps, tokens_of_ranks
 from support.oracles.decoder_requests import weights_of
 
 SPLIT = [name for name, family in FAMILIES.items() if not family.composed]
@@ -40,9 +39,6 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_tiny_target(tmp_path_factory.mktemp(request.param), request.param, vocab_size=TINY_VOCAB - 1)
 
 
-HEADS = "(num_attention_heads|linear_num_key_heads) is 4"  # of the first layer
-
-
 @pytest.fixture(scope="module")
 def expected(target: Path) -> list[list[int]]:
     return tokens_by_steps(load_runner(settings(target, num_pages=80))[0], PROMPTS, 6)
@@ -52,13 +48,7 @@ def expected(target: Path) -> list[list[int]]:
 def test_four_ranks_that_share_two_kv_heads_give_the_tokens_of_one(
     target: Path, expected: list[list[int]]
 ) -> None:
-    config = settings(target, num_pages=80, tensor_parallel_size=4)
-
-    def work(rank: ThreadRank) -> list[list[int]]:
-        return tokens_by_steps(load_runner(config, rank)[0], PROMPTS, 6)
-
-    for got in ThreadRanks(4).run(work):
-        assert got == expected
+    assert tokens_of_ranks(settings(target, num_pages=80, tensor_parallel_size=4), 6) == expected
 
 
 def test_ranks_with_whole_experts_add_up_to_the_whole(tmp_path: Path) -> None:
@@ -66,13 +56,7 @@ def test_ranks_with_whole_experts_add_up_to_the_whole(tmp_path: Path) -> None:
     folder = make_tiny_target(tmp_path, "qwen3_moe", moe_intermediate_size=30)
     whole, _ = load_runner(settings(folder, num_pages=80))
     expected = tokens_by_steps(whole, PROMPTS, 6)
-    config = settings(folder, num_pages=80, tensor_parallel_size=4)
-
-    def work(rank: ThreadRank) -> list[list[int]]:
-        return tokens_by_steps(load_runner(config, rank)[0], PROMPTS, 6)
-
-    for got in ThreadRanks(4).run(work):
-        assert got == expected
+    assert tokens_of_ranks(settings(folder, num_pages=80, tensor_parallel_size=4), 6) == expected
 
 
 @pytest.mark.one_in(2)
@@ -81,13 +65,8 @@ def test_two_drafting_ranks_give_the_tokens_of_one_plain_rank(
 ) -> None:
     hidden = read_model(target).hidden_size
     drafter = make_tiny_drafter(tmp_path / "drafter", vocab_size=TINY_VOCAB - 1, hidden_size=hidden)
-    config = settings(target, drafter, num_pages=80, tensor_parallel_size=2)
-
-    def work(rank: ThreadRank) -> list[list[int]]:
-        return tokens_by_steps(load_runner(config, rank)[0], PROMPTS, 6)
-
-    for got in ThreadRanks(2).run(work):
-        assert [g[: len(e)] for g, e in zip(got, expected, strict=True)] == expected
+    found = tokens_of_ranks(settings(target, drafter, num_pages=80, tensor_parallel_size=2), 6)
+    assert [mine[: len(e)] for mine, e in zip(found, expected, strict=True)] == expected
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark", "eagle3"])
@@ -172,7 +151,7 @@ def test_vocabulary_shards_make_the_whole_embedding_and_head(target: Path) -> No
 
     def work(rank) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         sharding = Sharding(config, rank.rank, rank.world_size)
-        weights = TargetWeights(target, config, sharding, torch.float32, torch.device("cpu"))
+        weights = weights_of(target, rank=rank.rank, ranks=rank.world_size)
         embedding = vocab_embedding(weights.embedding(), sharding, rank)
         head = VocabHead(Linear(weights.head()), config.vocab_size, sharding, rank)
         return embedding(ids), head(hidden), *head.local(hidden)
@@ -186,18 +165,13 @@ def test_vocabulary_shards_make_the_whole_embedding_and_head(target: Path) -> No
     assert sum(local.shape[1] for *_, local, _ in pieces) == config.vocab_size
 
 
-@pytest.mark.parametrize(
-    ("world_size", "field", "fitting"),
-    [
-        (3, HEADS, "such as 2"),
-        (5, HEADS, "such as 4"),
-        (64, HEADS, "such as 4"),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "fitting"), [(3, 2), (5, 4), (64, 4)])
 def test_a_size_that_does_not_divide_is_refused_before_loading(
-    target: Path, world_size: int, field: str, fitting: str
+    target: Path, world_size: int, fitting: int
 ) -> None:
-    with pytest.raises(ConfigError, match=f"tensor_parallel_size={world_size}.*{field}.*{fitting}") as caught:
+    heads = "(num_attention_heads|linear_num_key_heads) is 4"  # of the first layer
+    words = f"tensor_parallel_size={world_size}.*{heads}.*such as {fitting}"
+    with pytest.raises(ConfigError, match=words) as caught:
         load_runner(settings(target, tensor_parallel_size=world_size), SingleRank())
     assert caught.value.param == "tensor_parallel_size"
 
@@ -208,12 +182,7 @@ def test_kv_heads_are_repeated_if_there_are_more_ranks(target: Path) -> None:
     kv = [Sharding(config, rank, 4).kv_heads(first) for rank in range(4)]
     last = slice(0, 1) if config.attention(first).latent else slice(1, 2)  # latents are one, for all ranks
     assert kv == [slice(0, 1), slice(0, 1), last, last]
-    model = Decoder(
-        TargetWeights(target, config, Sharding(config, 3, 4), torch.float32, torch.device("cpu")),
-        (),
-        64,
-        ThreadRank(ThreadRanks(4), 3),
-    )
+    model = Decoder(weights_of(target, rank=3, ranks=4), (), 64, ThreadRank(ThreadRanks(4), 3))
     assert model.new_cache(2, 16).geometries[0].num_kv_heads == 1
 
 

@@ -21,6 +21,7 @@ from support.engines.cluster_checker import (
     open_engine,
     simulated_engine,
 )
+from support.engines.opened import scheduler_of
 from support.engines.steps import settings
 
 LONG = {"ignore_eos": True}
@@ -175,7 +176,7 @@ def test_computed_tokens_are_those_of_plain_decoding_whenever_writes_stop_and_re
 
     plain = generate(EngineCore(config, executor), *requests(max_draft_tokens=0))
     engine = EngineCore(config, executor)
-    engine._scheduler.drafter._writes = RandomWrites(0)
+    scheduler_of(engine).drafter._writes = RandomWrites(0)
     assert generate(engine, *requests()) == plain
     stats = engine.stats()
     assert stats.drafter_rests > 1 and stats.drafter_unwritten_tokens > 0 and stats.num_drafts > 0

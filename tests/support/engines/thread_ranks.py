@@ -9,8 +9,10 @@ from functools import reduce
 
 import numpy as np
 import torch
+from manta.actors.targets.loading.rank_loader import load_runner
 from manta.actors.targets.runners.cpu_runner import CpuModelRunner
 from manta.actors.targets.runners.runner_interface import Runner
+from manta.cluster.config import EngineConfig
 
 from support.checkpoints.tiny import TINY_VOCAB
 from support.engines.steps import Steps
@@ -76,6 +78,14 @@ def tokens_by_steps(runner: Runner, prompts: list[list[int]], num_steps: int) ->
 
 
 PROMPTS = [np.random.default_rng(5).integers(0, TINY_VOCAB - 1, n).tolist() for n in (30, 3, 17)]
+
+
+def tokens_of_ranks(config: EngineConfig, num_steps: int) -> list[list[int]]:
+    """Greedy tokens of PROMPTS by the ranks of a target, which all give the same."""
+    ranks = ThreadRanks(config.tensor_parallel_size)
+    first, *others = ranks.run(lambda rank: tokens_by_steps(load_runner(config, rank)[0], PROMPTS, num_steps))
+    assert others == [first] * (ranks.world_size - 1), "ranks differ"
+    return first
 
 
 class OtherRank:
