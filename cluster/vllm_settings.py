@@ -306,8 +306,8 @@ SPECULATION = (
         "is not served: it would change tokens. Leave it out; `manta simulate node` simulates acceptance "
         "rates",
         values="synthetic_acceptance_rates synthetic_acceptance_length acceptance_method posterior_threshold "
-        "posterior_alpha typical_acceptance_sampler_posterior_threshold fly_window_size fly_entropy_threshold "
-        "fly_entropy_top_k",
+        "posterior_alpha typical_acceptance_sampler_posterior_threshold fly_window_size "
+        "fly_entropy_threshold fly_entropy_top_k",
         refused=True,
     ),
     SettingAnswer(

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -51,7 +52,8 @@ LOGPROBS_TYPE = pa.list_(
         ]
     )
 )
-# Columns that are written; `input` only for failed rows.
+# Columns that are written; `input` only for failed rows. `response` is the HTTP response body of OpenAI's
+# lines, and of rows of which `text` says too little: with calls, reasoning, or several completions.
 RESULT_SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -68,20 +70,21 @@ RESULT_SCHEMA = pa.schema(
         ("logprobs", LOGPROBS_TYPE),
         ("error", ERROR_TYPE),
         ("input", pa.string()),
+        ("response", pa.string()),
     ]
 )
-# Further columns of a result: the row's number; the HTTP response body of OpenAI's lines; begin and end (Unix
-# time); and those that only `row_stats.py` counts: starts, category, cached prompt tokens, verify steps by
-# accepted drafts, and what the engine spent.
+# Further columns of a result: the row's number; begin and end (Unix time); and those that only `row_stats.py`
+# counts: starts, category, columns without effect, cached prompt tokens, verify steps by accepted drafts, and
+# what the engine spent.
 WIRE_SCHEMA = pa.schema(
     [
         ("row", pa.int64()),
         *RESULT_SCHEMA,
-        ("response", pa.string()),
         ("attempts", pa.int64()),
         ("begin_s", pa.float64()),
         ("end_s", pa.float64()),
         ("counted_as", pa.string()),
+        ("ignored", pa.list_(pa.string())),
         ("cached_prompt_tokens", pa.int64()),
         ("acceptance_histogram", pa.list_(pa.int32())),
         ("engine_spent", pa.struct([(name, pa.float64()) for name in SPENT])),
@@ -213,9 +216,22 @@ class RowAnswerer:
             "cached_prompt_tokens": metrics.num_cached_tokens,
             "acceptance_histogram": metrics.acceptance_histogram,
             "logprobs": _logprobs(first, request.params.logprobs),
+            "ignored": request.ignored,
         }
-        if self._layout.kind != "openai":
+        response = self._response(request, answer, parser_factory, prompt_parts)
+        if self._layout.kind != "openai" and not (
+            self._layout.version > 1 and _says_more(response, first.text)
+        ):
             return result
+        return result | {"response": json.dumps(response, ensure_ascii=False)}
+
+    def _response(
+        self,
+        request: RowRequest,
+        answer: RequestOutput,
+        parser_factory: AnswerParserFactory,
+        prompt_parts: PromptParts,
+    ) -> dict[str, Any]:  # Any: JSON
         shape = ChatShape(parser_factory) if isinstance(request.body, ChatRequest) else CompletionShape()
         id, num_logprobs = new_id(shape.prefix), request.params.logprobs
         choices = [
@@ -228,7 +244,7 @@ class RowAnswerer:
             answer.metrics.num_cached_tokens,
             [parser_factory.counted(each.token_ids) for each in answer.outputs],
         )
-        response = {
+        return {
             "id": id,
             "object": shape.full_object,
             "created": int(time.time()),
@@ -237,7 +253,6 @@ class RowAnswerer:
             "usage": usage,
             **prompt_parts.root_fields(),
         }
-        return result | {"response": json.dumps(response, ensure_ascii=False)}
 
 
 def failure(
@@ -278,6 +293,12 @@ def unanswered(
 
 def _line(row: Row, layout: RowSchema) -> str | None:
     return row.record["text"] if layout.lines else None
+
+
+def _says_more(response: Mapping[str, Any], text: str) -> bool:
+    """Return whether a response says more than its first completion's text."""
+    message = response["choices"][0].get("message")
+    return len(response["choices"]) > 1 or (message is not None and message["content"] != text)
 
 
 def _logprobs(completion: CompletionOutput, num_top: int | None) -> list[dict[str, Any]] | None:

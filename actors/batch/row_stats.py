@@ -8,6 +8,7 @@ merging gives the same result in any order.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise, zip_longest
@@ -118,7 +119,7 @@ class Categories:
 
     def add(self, name: str, sums: Category) -> None:
         """Add rows to a category. Long names are truncated."""
-        self._merge_named({name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…": sums})
+        self._merge_named({_short(name): sums})
 
     def merge(self, other: Categories) -> None:
         self.rest.merge(other.rest)
@@ -133,6 +134,35 @@ class Categories:
             self.named.setdefault(name, Category()).merge(sums)
         for name in sorted(self.named)[MAX_NAMES:]:
             self.rest.merge(self.named.pop(name))
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…"
+
+
+@dataclass(slots=True)
+class NameCounts:
+    """Rows by name, for the alphabetically first MAX_NAMES names; `num_others` counts all others together."""
+
+    named: dict[str, int] = field(default_factory=dict)
+    num_others: int = 0
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> Self:
+        made = cls()
+        made.merge(cls(dict(Counter(map(_short, names)))))
+        return made
+
+    def merge(self, other: NameCounts) -> None:
+        self.num_others += other.num_others
+        for name, rows in other.named.items():
+            self.named[name] = self.named.get(name, 0) + rows
+        for name in sorted(self.named)[MAX_NAMES:]:
+            self.num_others += self.named.pop(name)
+
+    def ranked(self) -> list[tuple[str, int]]:
+        named = sorted(self.named.items(), key=lambda item: (-item[1], item[0]))
+        return [*named, ("(all others)", self.num_others)] if self.num_others else named
 
 
 @dataclass(slots=True)
@@ -163,6 +193,7 @@ class RowStats:
     prompt_lengths: list[int] = field(default_factory=list)
     output_lengths: list[int] = field(default_factory=list)
     categories: Categories = field(default_factory=Categories)
+    ignored: NameCounts = field(default_factory=NameCounts)  # columns and fields without effect
     stretches: RunIntervals = field(default_factory=RunIntervals)
     device_s: float = 0.0
     open_s: float = 0.0
@@ -181,6 +212,7 @@ class RowStats:
         for kind, errors in other.errors.items():
             self.errors.setdefault(kind, ErrorCount(0, errors.example)).merge(errors)
         self.categories.merge(other.categories)
+        self.ignored.merge(other.ignored)
         self.stretches.merge(other.stretches)
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
@@ -195,6 +227,7 @@ class RowStats:
                 **{name: value for name, value in content.items() if name in known},
                 "errors": {kind: ErrorCount(**errors) for kind, errors in content["errors"].items()},
                 "categories": Categories.from_json(content["categories"]),
+                "ignored": NameCounts(**content.get("ignored", {})),
                 "stretches": RunIntervals(**content["stretches"]),
             }
         )
@@ -346,6 +379,7 @@ def _count_results(results: pa.Table) -> RowStats:
         prompt_lengths=length_histogram(_ints(answered["prompt_tokens"])),
         output_lengths=length_histogram(_ints(answered["completion_tokens"])),
         categories=_categories(results),
+        ignored=_ignored(results),
         stretches=RunIntervals.of(_floats(timed["begin_s"]), _floats(timed["end_s"])),
         **_sum_usage(results["engine_spent"]),
     )
@@ -357,6 +391,12 @@ def _errors(results: pa.Table) -> dict[str, ErrorCount]:
         one = ErrorCount(1, error["message"][:MAX_MESSAGE])
         errors.setdefault(error["type"], ErrorCount(0, one.example)).merge(one)
     return errors
+
+
+def _ignored(results: pa.Table) -> NameCounts:
+    if "ignored" not in results.column_names:  # an earlier version's segment
+        return NameCounts()
+    return NameCounts.of(results["ignored"].combine_chunks().flatten().to_pylist())
 
 
 def _acceptance(histograms: pa.ChunkedArray) -> list[int]:

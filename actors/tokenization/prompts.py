@@ -31,6 +31,7 @@ from ..system.event_loop import LoopYielder
 from .checkpoint_paths import tokenizer_folder
 from .client_messages import Message
 from .tokenizer import Tokenizer
+from .tokenizer_config import read_chat_templates
 
 T = TypeVar("T")
 
@@ -175,6 +176,13 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
         trust_templates=config.trust_request_chat_template,
         split_special_tokens=config.split_special_tokens,
     )
+
+
+def has_chat_template(config: EngineConfig) -> bool:
+    """Return whether `load_tokenizer` has a chat template, without loading the tokenizer."""
+    if config.skip_tokenizer_init:
+        return False
+    return config.chat_template is not None or bool(read_chat_templates(tokenizer_folder(config)))
 
 
 def _read_template(path: str) -> str:

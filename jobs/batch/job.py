@@ -38,6 +38,7 @@ from .engine_handle import root_cause
 from .engine_pool import EngineJob, EnginePool, RunProgress
 from .messages import EngineSetup
 from .options import BatchOptions
+from .preflight import text_prompts
 from .progress import JobGauges, ProgressView
 from .report import Report
 from .startup import Startup
@@ -72,6 +73,7 @@ def run_batch(
     options.format(source)
     output = Storage.open(options.output, field="output")
     _check_models(config)
+    layout = options.continued(layout, source, config, output)
     setup = EngineSetup(
         config=config,
         source=source,
@@ -81,6 +83,8 @@ def run_batch(
         make=make,
     )
     with ProgressView() as view, closing(Startup(setup, options, view.say)) as startup:
+        if words := text_prompts(layout, source):
+            view.say(words)
         driver = _Driver(setup, options, startup, view, signals or StopSignals())
         with suppress(NotYet):
             driver.show(startup.job.result(STARTUP_S))

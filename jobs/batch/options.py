@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ...cluster.batch.engine_pool_size import Concurrency
@@ -14,6 +15,7 @@ from ...cluster.flag import NO_FLAG, Flag
 if TYPE_CHECKING:  # they import pyarrow, for which `--help` does not wait
     from ...actors.batch.dataset.row_requests import RowSchema
     from ...actors.batch.dataset.source import Dataset, OutputFormat
+    from ...actors.batch.dataset.storage import Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +36,13 @@ class BatchOptions:
         duplicate_ids: refuse rows with the same id, or number them.
         limit_time_s: end after this time, keeping what is answered (exit code 3).
         concurrency: engines at once; 1:4 grows and shrinks.
-        prompt_column: column with text, token ids or messages; by default `messages` or `prompt`.
+        prompt_column: column with text, token ids or messages; by default `messages`, `prompt`,
+            `conversations` or `conversation`.
         template: template that makes the prompt of columns: "Translate {text} to {language}."
+        chat: send texts of --prompt-column, --template and text files as messages of a user, through the
+            model's chat template, or complete them as they are. By default as messages if the model has a
+            chat template; texts of a column `prompt` are completed, as in OpenAI's API.
+        system: system message of chats that have none; texts are then chats.
         id_column: column with the row's id; by default `custom_id`, `id`, or a hash of the row's content.
         pass_through: column to copy to the results; may be repeated; * copies all.
         sampling: fields for rows that have none.
@@ -61,6 +68,8 @@ class BatchOptions:
     )
     prompt_column: str | None = None
     template: str | None = None
+    chat: Annotated[bool | None, Flag("--chat/--raw")] = None
+    system: str | None = None
     id_column: str | None = None
     pass_through: tuple[str, ...] = ()
     sampling: Annotated[Mapping[str, Any], NO_FLAG] = field(default_factory=dict)
@@ -78,6 +87,8 @@ class BatchOptions:
             raise ConfigError(
                 f"price_per_gpu_hour={price} must not be less than 0.", param="price_per_gpu_hour"
             )
+        if self.system is not None and self.chat is False:
+            raise ConfigError("system is a message of chats, and raw sends none. Give one.", param="system")
         if self.overwrite and (self.retry_failed or self.resume == "force"):
             other = "retry_failed" if self.retry_failed else "force_resume"
             raise ConfigError(
@@ -92,12 +103,42 @@ class BatchOptions:
             lines=source.lines,
             prompt_column=self.prompt_column,
             template=self.template,
+            chat=bool(self.chat),
+            system=self.system,
             id_column=self.id_column,
             columns="all" if "*" in self.pass_through else self.pass_through,
             defaults=dict(self.sampling),
             seed=config.seed or 0,
             category_column=self.category_column,
         )
+
+    def continued(
+        self, layout: RowSchema, source: Dataset, config: EngineConfig, output: Storage
+    ) -> RowSchema:
+        """Return the layout with the defaults of the job that has begun in the output, or else today's."""
+        from ...actors.batch.ledger.job_runs import JobRun
+        from ...actors.tokenization.prompts import has_chat_template
+
+        begun: Mapping[str, Any] | None = None  # Any: JSON
+        if not self.overwrite and self.resume != "no":
+            with suppress(OSError, ValueError):  # opening the ledger reports them
+                begun = (job := JobRun.read(output)) and job.spec["made_from"]
+        if layout.kind == "openai":
+            return layout
+        if begun is not None:
+            chat = begun.get("chat", False) if self.chat is None else self.chat
+            return replace(layout, chat=chat, version=begun.get("row_version", 1))
+        wanted = "system" if self.system is not None else "chat" if self.chat else None
+        if wanted is not None and not has_chat_template(config):
+            raise ConfigError(
+                f"{wanted}: the model has no chat template. Leave --{wanted} out, or give --chat-template.",
+                param=wanted,
+            )
+        chat = self.chat
+        if chat is None:
+            named = layout.prompt_column or layout.template or wanted or source.format == "text"
+            chat = bool(named) and has_chat_template(config)
+        return replace(layout, chat=chat)
 
     def format(self, source: Dataset) -> OutputFormat:
         if self.output_format == "openai" and source.format != "openai":

@@ -6,11 +6,8 @@ and the headers of the checkpoints, but no weights, no Ray and no output.
 
 from __future__ import annotations
 
-import difflib
-import functools
 import time
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -20,18 +17,17 @@ import numpy as np
 
 from ...actors.batch.dataset.row_reader import Row, RowReader, id_of, record_of
 from ...actors.batch.dataset.row_requests import (
-    ID_COLUMNS,
+    MESSAGE_COLUMNS,
     PROMPT_COLUMNS,
-    SAMPLING_COLUMNS,
     RowSchema,
+    prompt_column,
     read_request,
-    template_columns,
 )
 from ...actors.batch.dataset.source import Dataset, check_columns, open_source
+from ...actors.batch.dataset.storage import Storage
 from ...actors.batch.row_index import Duplicates, RowIndex, index_rows
+from ...actors.batch.row_stats import NameCounts
 from ...actors.http.protocol.chat_completion import ChatRequest, conversation
-from ...actors.http.protocol.completion import CompletionRequest
-from ...actors.http.protocol.protocol import REFUSED, check_extra_fields
 from ...actors.targets.loading.load_plan import plan_load
 from ...actors.tokenization.generation_config import GenerationDefaults
 from ...actors.tokenization.prompts import EncodedPrompt, encode_prompt, load_tokenizer
@@ -42,6 +38,7 @@ from ...cluster.records.percentiles import percentiles
 from ...cluster.step.limits import check_vocabulary, prompt_too_long
 from ..common.tables import print_table
 from .options import BatchOptions
+from .report import print_ignored
 
 DRY_RUN_ROWS = 64
 ROWS_PER_READ = 256
@@ -49,8 +46,6 @@ BAD_ROWS_SHOWN = 10
 FILES_SHOWN = 5
 PROMPT_CHARS_SHOWN = 2000
 BAR_CHARS = 40
-FIELDS = frozenset({*ChatRequest.model_fields, *CompletionRequest.model_fields, *REFUSED})
-MISSPELLING_SIMILARITY = 0.85  # difflib ratio from which a column counts as a misspelled sampling field
 
 
 class BadRow(NamedTuple):
@@ -65,8 +60,8 @@ class BadRow(NamedTuple):
 class Preflight:
     """Findings of a check of `num_checked` rows; `num_numbered` of them have the id of an earlier row.
 
-    `ignored` counts rows by names that look like parameters and have no effect; `max_completion_tokens`
-    bounds all good rows together.
+    `ignored` counts rows by columns and fields that have no effect; `max_completion_tokens` bounds all good
+    rows together.
     """
 
     files: tuple[str, ...]
@@ -81,7 +76,7 @@ class Preflight:
     bad: list[BadRow] = field(default_factory=list)
     lengths: array[int] = field(default_factory=lambda: array("q"))
     max_completion_tokens: int = 0
-    ignored: Counter[str] = field(default_factory=Counter)
+    ignored: NameCounts = field(default_factory=NameCounts)
     first_prompt: str = ""
     seconds: float = 0.0
 
@@ -117,8 +112,8 @@ def preflight(
     for row in _rows(source, layout, index, num_rows):
         found.num_checked += 1
         try:
-            found.ignored.update(checker.ignored(row))
-            prompt, num_tokens, maximum = checker.check(row)
+            prompt, num_tokens, maximum, ignored = checker.check(row)
+            found.ignored.merge(NameCounts.of(ignored))
             found.lengths.append(num_tokens)
             found.max_completion_tokens += maximum
             shown = prompt.text or str(list(prompt.token_ids))
@@ -141,10 +136,14 @@ def run_preflight(config: EngineConfig, options: BatchOptions, *, dry_run: bool)
     layout = options.layout(source, config)
     check_columns(source, layout)
     options.format(source)
+    output = Storage.open(options.output, field="output")
+    layout = options.continued(layout, source, config, output)
+    words = text_prompts(layout, source)
     num_rows = DRY_RUN_ROWS if dry_run else None
     found = preflight(source, layout, config, duplicates=options.duplicate_ids, num_rows=num_rows)
     if not dry_run:
         print_validation(found)
+        print(words, end="\n" if words else "")
         return 1 if found.num_bad else 0
     spec = config.speculative_config
     settings = {
@@ -153,8 +152,26 @@ def run_preflight(config: EngineConfig, options: BatchOptions, *, dry_run: bool)
         "engines": options.concurrency,
         "sampling": dict(options.sampling) or "the checkpoint's defaults",
     }
+    if words:
+        settings["texts"] = words
     print_dry_run(found, layout, brief_url(options.output), settings)
     return 0
+
+
+def text_prompts(layout: RowSchema, source: Dataset) -> str:
+    """Return a sentence on what happens to prompts that are texts; empty if there are none."""
+    if layout.kind == "openai":
+        return ""
+    found = layout.template or layout.prompt_column or prompt_column(source.columns(), layout)
+    if found is None or found in MESSAGE_COLUMNS:
+        return ""
+    texts = "texts of the template" if layout.template else f"texts in {found}"
+    if layout.chat:
+        also = " after the system message" if layout.system is not None else ""
+        return (
+            f"{texts} are sent as chats{also}, through the chat template (--raw completes them as they are)"
+        )
+    return f"{texts} are completed as they are (--chat sends them through the model's chat template)"
 
 
 def print_dry_run(found: Preflight, layout: RowSchema, output: str, settings: Mapping[str, Any]) -> None:
@@ -200,9 +217,7 @@ def print_validation(found: Preflight) -> None:
             histogram(lengths),
             num_left=2,
         )
-    if found.ignored:
-        rows = [[name, str(count)] for name, count in found.ignored.items()]
-        print_table("parameters that have no effect", ["name", "rows"], rows)
+    print_ignored(found.ignored)
     if found.bad:
         first = f", the first {len(found.bad)}" if found.num_bad > len(found.bad) else ""
         print_table(
@@ -240,19 +255,9 @@ class _RowChecker:
         self._vocab_size = plan.target.vocab_size
         self._tokenizer = load_tokenizer(config)
         self._generation = GenerationDefaults.load(plan.target_folder)
-        self._used_columns = frozenset(
-            {
-                *SAMPLING_COLUMNS,
-                *PROMPT_COLUMNS,
-                *((layout.id_column,) if layout.id_column else ID_COLUMNS),
-                *((layout.prompt_column,) if layout.prompt_column else ()),
-                *template_columns(layout.template or ""),
-                *(layout.columns if layout.columns != "all" else ()),
-            }
-        )
 
-    def check(self, row: Row) -> tuple[EncodedPrompt, int, int]:
-        """Return the prompt, its tokens after truncation, and the most completion tokens."""
+    def check(self, row: Row) -> tuple[EncodedPrompt, int, int, tuple[str, ...]]:
+        """Return the prompt, its tokens after truncation, the most completion tokens, and what is ignored."""
         record = record_of(row, self._layout)
         request = read_request(record, self._layout, self._generation, id_of(row, self._layout))
         body, params = request.body, request.params
@@ -269,16 +274,7 @@ class _RowChecker:
         if length >= self.max_model_len:
             raise _TooLongError(length, self.max_model_len)
         free = self.max_model_len - length
-        return prompt, length, min(free, params.max_tokens or free) * params.n
-
-    def ignored(self, row: Row) -> list[str]:
-        """Return names in the row that look like parameters and have no effect. Raises RequestError."""
-        record = record_of(row, self._layout)
-        if self._layout.kind == "dataset":
-            return [name for name in record if name not in self._used_columns and _like_a_parameter(name)]
-        body: Any = record.get("body")
-        extra = {k: v for k, v in body.items() if k not in FIELDS} if isinstance(body, Mapping) else {}
-        return check_extra_fields(extra, (), "ignore")
+        return prompt, length, min(free, params.max_tokens or free) * params.n, request.ignored
 
 
 def _rows(source: Dataset, layout: RowSchema, index: RowIndex, wanted: int | None) -> Iterator[Row]:
@@ -295,9 +291,3 @@ def _prompt_from(layout: RowSchema) -> str:
     if layout.template is not None:
         return f"template {layout.template!r}"
     return f"column {layout.prompt_column or ' or '.join(PROMPT_COLUMNS)}"
-
-
-@functools.cache
-def _like_a_parameter(name: str) -> bool:
-    similar = difflib.get_close_matches(name, SAMPLING_COLUMNS, n=1, cutoff=MISSPELLING_SIMILARITY)
-    return name in FIELDS or bool(similar)

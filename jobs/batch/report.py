@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...actors.batch.row_stats import Category, Device, RowStats, length_range
+from ...actors.batch.row_stats import Category, Device, NameCounts, RowStats, length_range
 from ...actors.system.atomic_files import rounded
 from ...cluster.speculation.acceptance_length import acceptance_by_position
 from ..common.tables import NO_FIGURE, decimals, print_table
@@ -74,6 +74,7 @@ class Report:
                 "prompt": _lengths_json(stats.prompt_lengths),
                 "output": _lengths_json(stats.output_lengths),
             },
+            "ignored": dict(stats.ignored.ranked()),
             "stretches": stats.stretches.times,
             "errors": {
                 kind: {"rows": count.rows, "example": count.example} for kind, count in stats.errors.items()
@@ -96,6 +97,7 @@ class Report:
                 [[kind, str(count.rows), count.example] for kind, count in self.stats.ranked_errors()],
                 num_left=3,
             )
+        print_ignored(self.stats.ignored)
 
     def lines(self) -> list[tuple[str, str]]:
         stats, unit = self.stats, self.device
@@ -117,6 +119,12 @@ class Report:
         if (price := self.price) is not None:
             lines.append(("price", f"{price:.2f}"))
         return lines
+
+
+def print_ignored(ignored: NameCounts) -> None:
+    if ranked := ignored.ranked():
+        rows = [[name, str(count)] for name, count in ranked]
+        print_table("columns and fields that have no effect on the answers", ["name", "rows"], rows)
 
 
 def _category_json(sums: Category) -> dict[str, Any]:  # Any: JSON

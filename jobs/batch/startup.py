@@ -8,10 +8,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
 from ...actors.batch.dataset.passthrough_columns import as_members
+from ...actors.batch.dataset.row_requests import RowSchema
 from ...actors.batch.ledger.job_spec import JobSpec, model_identity
 from ...actors.batch.ledger.ledger import Ledger
 from ...actors.batch.ledger.output_parts import OutputForm
@@ -123,6 +125,7 @@ def _job_spec(setup: EngineSetup, options: BatchOptions, form: OutputForm, index
             "prompt_column": layout.prompt_column,
             "template": layout.template,
             "id_column": layout.id_column,
+            **_row_identity(layout),
         },
         input=setup.source.identity(index.digests),
         input_format=setup.source.format,
@@ -136,3 +139,10 @@ def _job_spec(setup: EngineSetup, options: BatchOptions, form: OutputForm, index
             "model_name": setup.model_name,
         },
     )
+
+
+def _row_identity(layout: RowSchema) -> dict[str, Any]:  # Any: JSON
+    """Return what else rows mean; a job that was begun when rows had version 1 has no such key."""
+    own = {"row_version": layout.version, "chat": layout.chat, "system": layout.system}
+    unset = {"row_version": 1, "chat": False, "system": None}
+    return {} if layout.kind == "openai" else {k: v for k, v in own.items() if v != unset[k]}

@@ -1,8 +1,10 @@
-"""Turns records of a dataset into requests: ids, prompts, sampling fields.
+"""Turns records of a dataset into requests: ids, prompts, sampling fields, tools.
 
-A record has a `messages` column (chat), a `prompt` column or columns for a template (completion), or is a
-line of an OpenAI batch file (`custom_id`, `url`, `body`). All become bodies of the HTTP endpoints and are
-validated by the same models. Pure: no Ray, no files, no engine.
+A record has messages (chat), a text or columns for a template (chat or completion, `RowSchema.chat`), token
+ids (completion), or is a line of an OpenAI batch file (`custom_id`, `url`, `body`). All become bodies of the
+HTTP endpoints and are validated by the same models. Pure: no Ray, no files, no engine.
+
+What a record means is part of a job: a begun job keeps its `RowSchema.version`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from ...tokenization.generation_config import DEFAULT_MAX_TOKENS, GenerationDefa
 
 Record = Mapping[str, Any]  # Any: whatever a row of the user's dataset holds.
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
-PROMPT_COLUMNS = ("messages", "prompt")
+MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
+PROMPT_COLUMNS = ("messages", "prompt", "conversations", "conversation")  # the first one in a row counts
 ID_COLUMNS = ("custom_id", "id")
 CONTENT_ID = re.compile(r"row-[0-9a-f]{20}(-[0-9]+)?")  # of `content_id`, with or without a copy number
 SAMPLING_COLUMNS = (
@@ -41,13 +44,31 @@ SAMPLING_COLUMNS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids"),
     *("bad_words", "chat_template_kwargs", "response_format", "structured_outputs"),
 )
-# Text in these columns is JSON; text in `stop` is JSON when it is a list of strings.
+# Further fields that a row may have; version 1 of rows did not read them.
+CHAT_COLUMNS = (
+    *("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "include_reasoning"),
+    *("add_generation_prompt", "continue_final_message"),
+)
+OTHER_COLUMNS = ("n", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens")
+FIELD_COLUMNS = (*SAMPLING_COLUMNS, *CHAT_COLUMNS, *OTHER_COLUMNS, "speculative")
+# Text in these columns is JSON; in `stop` if it is a list of strings, in `tool_choice` if it is an object.
 JSON_COLUMNS = frozenset(
     {
+        *(*MESSAGE_COLUMNS, "tools", "speculative"),
         *("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),
         *("chat_template_kwargs", "response_format", "structured_outputs"),
     }
 )
+# Version of what a record means. 1 (until 0.2): reads neither `CHAT_COLUMNS` nor `OTHER_COLUMNS`, nor
+# conversations in ShareGPT's form; removes all nulls, also those that are data.
+ROW_VERSION = 2
+# Roles by `from` of ShareGPT's form.
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "system": "system",
+}
 
 
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")  # orjson reads an integer of more than 64 bits as a float
@@ -63,6 +84,8 @@ class RowSchema:
     # column of the prompt (text, token ids or messages); found by name if absent
     prompt_column: str | None = None
     template: str | None = None  # makes the prompt from several columns, instead of one column
+    chat: bool = False  # texts are messages of a user; else they are completed as they are
+    system: str | None = None  # system message of chats that have none
     # column of the row's id; found by name if absent, else a hash of the record is its id
     id_column: str | None = None
     columns: tuple[str, ...] | Literal["all"] = ()  # columns of the input to copy to the results
@@ -71,8 +94,12 @@ class RowSchema:
     # the job's report counts rows by its values. If None, OpenAI batch lines are counted by
     # `metadata.category` of their bodies.
     category_column: str | None = None
+    version: int = ROW_VERSION
 
     def __post_init__(self) -> None:
+        if self.kind == "openai" and (self.system is not None or self.chat):
+            name = "chat" if self.chat else "system"
+            raise ConfigError(f"{name}: OpenAI batch lines say it themselves. Leave it out.", param=name)
         if self.template is None:
             return
         template_columns(self.template)  # raises when it is invalid
@@ -85,9 +112,12 @@ class RowSchema:
 
 @dataclass(frozen=True, slots=True)
 class RowRequest:
+    """`ignored`: columns of the row, or fields of its body, that have no effect."""
+
     url: str
     body: ChatRequest | CompletionRequest
     params: SamplingParams
+    ignored: tuple[str, ...] = ()
 
 
 def category_of(record: Record, layout: RowSchema) -> str | None:
@@ -164,16 +194,16 @@ def read_request(
     body = {**layout.defaults, **body}
     if body.get("seed") is None:
         body["seed"] = row_seed(layout.seed, row or row_id(record, layout))
-    model = ChatRequest if url == CHAT_URL else CompletionRequest
-    request = _validated(model, body)
+    request = _validated(ChatRequest if url == CHAT_URL else CompletionRequest, body)
     if isinstance(request, CompletionRequest) and len(request.prompt) != 1:
         raise RequestError("prompt: a row has one prompt; give each prompt its own row.", param="prompt")
     limit = DEFAULT_MAX_TOKENS
     if layout.kind == "openai":
         limit = None if url == CHAT_URL else OPENAI_MAX_TOKENS
-    elif request.n not in (None, 1):
-        raise RequestError(f"n={request.n}: a row of a dataset has one completion.", param="n")
-    return RowRequest(url, request, request.sampling_params(generation, limit))
+    ignored = check_extra_fields(request.model_extra or {}, type(request).model_fields, "ignore")
+    if layout.kind == "dataset":
+        ignored += _unread_columns(record, layout)
+    return RowRequest(url, request, request.sampling_params(generation, limit), tuple(ignored))
 
 
 def template_columns(template: str) -> tuple[str, ...]:
@@ -184,7 +214,7 @@ def template_columns(template: str) -> tuple[str, ...]:
 def prompt_column(columns: list[str], layout: RowSchema) -> str | None:
     if layout.prompt_column is not None:
         return layout.prompt_column if layout.prompt_column in columns else None
-    return next((name for name in PROMPT_COLUMNS if name in columns), None)
+    return next((name for name in _prompt_columns(layout) if name in columns), None)
 
 
 def _openai_body(record: Record) -> tuple[str, dict[str, Any]]:
@@ -204,23 +234,91 @@ def _openai_body(record: Record) -> tuple[str, dict[str, Any]]:
 
 def _dataset_body(record: Record, layout: RowSchema) -> tuple[str, dict[str, Any]]:
     body = {
-        name: _sampling_value(name, record[name])
-        for name in SAMPLING_COLUMNS
+        name: _field_value(name, record[name], layout)
+        for name in _field_columns(layout.version, layout.template, layout.prompt_column, layout.id_column)
         if not _absent(record.get(name))
     }
     if layout.template is not None:
-        return COMPLETION_URL, body | {"prompt": _render(layout.template, record)}
+        value: Any = _render(layout.template, record)
+    else:
+        value = _prompt_value(record, layout)
+    if layout.chat and isinstance(value, str):
+        count = body.get("logprobs")
+        if count is not None and not isinstance(count, bool):
+            body |= {"logprobs": True, "top_logprobs": count}  # the chat form of the same request
+        return CHAT_URL, body | {"messages": _with_system([{"role": "user", "content": value}], layout)}
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        return CHAT_URL, body | {"messages": _with_system(value, layout)}
+    return COMPLETION_URL, body | {"prompt": value}
+
+
+def _prompt_value(record: Record, layout: RowSchema) -> Any:
+    column = _prompt_column_of(record, layout)
+    value, is_text = record[column], isinstance(record[column], str)
+    if is_text and column in JSON_COLUMNS and (column == "messages" or _is_v2(layout)):
+        value = _json(column, value)
+    if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
+        return value
+    if not is_text or not _is_v2(layout):
+        value = _data(value, layout)
+    return list(map(_message, value)) if _is_v2(layout) else value
+
+
+def _is_v2(layout: RowSchema) -> bool:
+    return layout.version > 1
+
+
+def _prompt_columns(layout: RowSchema) -> tuple[str, ...]:
+    return PROMPT_COLUMNS if _is_v2(layout) else PROMPT_COLUMNS[:2]
+
+
+def _prompt_column_of(record: Record, layout: RowSchema) -> str:
     present = [name for name, value in record.items() if not _absent(value)]
     column = prompt_column(present, layout)
     if column is None:
-        wanted = layout.prompt_column or " or ".join(PROMPT_COLUMNS)
+        wanted = layout.prompt_column or " or ".join(PROMPT_COLUMNS[:2])
         raise RequestError(f"The row has no {wanted}; it has: {', '.join(present)}.", param=wanted)
-    value = record[column]
-    if column == "messages" and isinstance(value, str):
-        value = _json(column, value)
-    if isinstance(value, list) and value and isinstance(value[0], Mapping):
-        return CHAT_URL, body | {"messages": _without_none(value)}
-    return COMPLETION_URL, body | {"prompt": value}
+    return column
+
+
+@functools.lru_cache(maxsize=8)
+def _field_columns(
+    version: int, template: str | None, prompt: str | None, row_id: str | None
+) -> tuple[str, ...]:
+    """Return the columns that are fields of the request: not those that a flag names for something else."""
+    if version == 1:
+        return SAMPLING_COLUMNS
+    named = {*template_columns(template or ""), prompt, row_id}
+    return tuple(name for name in FIELD_COLUMNS if name not in named)
+
+
+def _unread_columns(record: Record, layout: RowSchema) -> list[str]:
+    if layout.columns == "all":
+        return []
+    named = (layout.prompt_column, layout.id_column, layout.category_column)
+    read = {*named, *template_columns(layout.template or ""), *layout.columns}
+    read |= {*_field_columns(layout.version, layout.template, layout.prompt_column, layout.id_column)}
+    if layout.id_column is None:
+        read |= {*ID_COLUMNS}
+    if layout.template is None and layout.prompt_column is None:
+        read.add(_prompt_column_of(record, layout))
+    return [name for name, value in record.items() if name not in read and not _absent(value)]
+
+
+def _message(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message; one of ShareGPT's form (`from`, `value`) in OpenAI's."""
+    if "role" in turn or "from" not in turn:
+        return turn
+    name, others = turn["from"], {key: each for key, each in turn.items() if key not in ("from", "value")}
+    if not isinstance(name, str) or name not in ROLES:
+        raise RequestError(f"from={brief(name)} is not known. Known: {', '.join(ROLES)}.", param="from")
+    return {"role": ROLES[name], "content": turn.get("value"), **others}
+
+
+def _with_system(messages: list[Any], layout: RowSchema) -> list[Any]:
+    if layout.system is None or messages[0].get("role") in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": layout.system}, *messages]
 
 
 def _render(template: str, record: Record) -> str:
@@ -260,17 +358,35 @@ def _absent(value: object) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _sampling_value(name: str, value: Any) -> Any:
-    """Return a sampling column's value: CSV has only text, Parquet rows have every key of any row."""
-    if isinstance(value, str) and name in JSON_COLUMNS:
-        return _json(name, value)
-    if isinstance(value, str) and name == "stop" and value.startswith("["):
-        try:
-            several = loads(value)
-        except ValueError:
-            return value
-        return several if several and all(isinstance(each, str) for each in several) else value
-    return _without_none(value)
+def _field_value(name: str, value: Any, layout: RowSchema) -> Any:
+    """Return the value of a field's column; CSV has only text, and datasets often have JSON as text."""
+    if isinstance(value, str):
+        if name in JSON_COLUMNS or (name == "tool_choice" and value.startswith("{")):
+            value = _json(name, value)
+        elif name == "stop" and value.startswith("["):
+            with contextlib.suppress(ValueError):
+                several = loads(value)
+                value = several if several and all(isinstance(each, str) for each in several) else value
+    else:
+        value = _data(value, layout)
+    return [_tool(each) for each in value] if name == "tools" and isinstance(value, list) else value
+
+
+def _data(value: Any, layout: RowSchema) -> Any:
+    """Return the value without nulls that mean no value: in Parquet rows have every key of any row."""
+    return value if layout.lines and _is_v2(layout) else _without_none(value)
+
+
+def _tool(tool: Any) -> Any:
+    """Return a tool in OpenAI's form; datasets have the bare function, or parameters by name (xLAM)."""
+    if not isinstance(tool, Mapping) or "function" in tool or "name" not in tool:
+        return tool
+    function = {name: value for name, value in tool.items() if name != "type"}
+    parameters = function.get("parameters")
+    by_name = isinstance(parameters, Mapping) and all(isinstance(v, Mapping) for v in parameters.values())
+    if by_name and not {"properties", "$defs", "$ref"} & parameters.keys():
+        function["parameters"] = {"type": "object", "properties": parameters}
+    return {"type": "function", "function": function}
 
 
 def _json(name: str, text: str) -> Any:
@@ -281,7 +397,6 @@ def _json(name: str, text: str) -> Any:
 
 
 def _without_none(value: Any) -> Any:
-    """Remove keys without a value: in Parquet every message has all keys that any message has."""
     if isinstance(value, Mapping):
         return {name: _without_none(each) for name, each in value.items() if each is not None}
     return [_without_none(each) for each in value] if isinstance(value, list) else value
@@ -298,10 +413,8 @@ def _validated(
     model: type[ChatRequest] | type[CompletionRequest], body: dict[str, Any]
 ) -> ChatRequest | CompletionRequest:
     try:
-        request = model.model_validate(body)
+        return model.model_validate(body)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or None
         raise RequestError(f"{where or 'body'}: {first['msg']}.", param=where) from None
-    check_extra_fields(request.model_extra or {}, type(request).model_fields, "ignore")
-    return request

@@ -101,6 +101,20 @@ class Dataset:
     def lines(self) -> bool:
         return self.format in ("jsonl", "openai")
 
+    def columns(self) -> list[str]:
+        """Return the columns that can be known without reading all rows. Reads the beginning of files."""
+        if self.format == "parquet":
+            return list(open_parquet(self.files[0]).schema_arrow.names)
+        if self.format == "csv":
+            for file in self.files:
+                with file.reading(), file.open_text("csv") as text:
+                    if text.header:
+                        return text.header
+            return []
+        if self.format == "text":
+            return ["prompt"]
+        return list(dict.fromkeys(name for record in _first_records(self) for name in record))
+
     def identity(self, digests: Sequence[Mapping[str, str]] = ()) -> list[dict[str, Any]]:  # Any: JSON
         """Return what a later run recognizes the input by. `digests`: of each file (`RowIndex.digests`)."""
         return [
@@ -130,7 +144,7 @@ def check_columns(source: Dataset, layout: RowSchema) -> None:
     """Raise DatasetError when no row can have a prompt, ConfigError for an invalid template."""
     if layout.kind == "openai":
         return
-    columns = _columns(source)
+    columns = source.columns()
     named = [("prompt_column", layout.prompt_column), ("id_column", layout.id_column)]
     named += [("template", name) for name in template_columns(layout.template or "")]
     for param, wanted in named:
@@ -170,21 +184,6 @@ def _first_records(source: Dataset) -> Iterator[Record]:
 def _is_openai(source: Dataset) -> bool:
     first = next(_first_records(source), {})
     return "body" in first and ("url" in first or "custom_id" in first)
-
-
-def _columns(source: Dataset) -> list[str]:
-    """Return the columns that can be known without reading all rows."""
-    if source.format == "parquet":
-        return list(open_parquet(source.files[0]).schema_arrow.names)
-    if source.format == "csv":
-        for file in source.files:
-            with file.reading(), file.open_text("csv") as text:
-                if text.header:
-                    return text.header
-        return []
-    if source.format == "text":
-        return ["prompt"]
-    return list(dict.fromkeys(name for record in _first_records(source) for name in record))
 
 
 def _find_files(where: Sequence[str]) -> tuple[SourceFile, ...]:

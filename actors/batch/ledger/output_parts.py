@@ -201,7 +201,8 @@ def part_content(name: str, table: pa.Table, form: OutputForm) -> bytes | pa.Buf
     written = pa.table([table[name] for name in schema.names], schema=schema)
     if form.format == "parquet":
         return _parquet(written)
-    return _lines(written.to_pylist(), [column.name for column in form.columns if is_member(column)])
+    members = [column.name for column in form.columns if is_member(column)]
+    return _lines(written.to_pylist(), ["response", *members])
 
 
 def merge_rows(contents: Sequence[bytes], order: Sequence[int] | np.ndarray, form: OutputForm) -> Any:

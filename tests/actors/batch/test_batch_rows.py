@@ -63,6 +63,136 @@ def test_fields_of_a_row_override_flags_unless_they_are_empty() -> None:
     assert (params.temperature, params.max_tokens, params.top_p) == (0.0, 9, 1.0)
 
 
+WEATHER = {"name": "weather", "description": "d", "parameters": {"city": {"type": "str", "default": "x"}}}
+OPENAI_WEATHER = {**WEATHER, "parameters": {"type": "object", "properties": WEATHER["parameters"]}}
+TURNS = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+SAID = [("system", "s"), ("user", "q"), ("assistant", "a")]
+CHAT_OF = {"template": "{instruction}\n\n{input}", "chat": True}
+# Rows as public data sets have them: fields of the layout, row, roles and texts, columns without effect.
+PUBLIC_ROWS: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[str, Any]], set[str]]] = {
+    "ShareGPT": ({}, {"id": "QWJhYvA_0", "conversations": TURNS}, SAID, set()),
+    "Hermes' calls": (
+        {},
+        {"id": "x", "conversations": TURNS, "tools": json.dumps([{"type": "function", "function": WEATHER}]),
+         "category": "IoT", "task": "t"},
+        SAID,
+        {"category", "task"},
+    ),
+    "xLAM": (
+        {"prompt_column": "query", "chat": True},
+        {"id": 3, "query": "q", "answers": "[]", "tools": json.dumps([WEATHER])},
+        [("user", "q")],
+        {"answers"},
+    ),
+    "UltraChat": (
+        {},
+        {"prompt": "q", "prompt_id": "f2", "messages": [{"role": "user", "content": "q"}]},
+        [("user", "q")],
+        {"prompt", "prompt_id"},
+    ),
+    "OpenAI's fine-tuning": (
+        {"system": "unused"},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
+         "tools": [{"type": "function", "function": OPENAI_WEATHER}], "parallel_tool_calls": False},
+        SAID[:2],
+        set(),
+    ),
+    "GSM8K": (
+        {"prompt_column": "question", "chat": True, "system": "s"},
+        {"question": "q", "answer": "#### 4"},
+        SAID[:2],
+        {"answer"},
+    ),
+    "Alpaca": (CHAT_OF, {"instruction": "q", "input": "", "output": "a"}, [("user", "q\n\n")], {"output"}),
+    "WildChat": (
+        {"category_column": "model", "columns": ("turn",)},
+        {"conversation_hash": "c", "model": "m", "turn": 1, "toxic": None,
+         "conversation": [{"role": "user", "content": "q", "country": "NL"}]},
+        [("user", "q")],
+        {"conversation_hash"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLIC_ROWS)
+@pytest.mark.parametrize("lines", [True, False], ids=["JSON", "Parquet"])
+def test_rows_of_public_data_sets_become_chats_with_their_tools(name: str, lines: bool) -> None:
+    fields, row, said, ignored = PUBLIC_ROWS[name]
+    layout = RowSchema(lines=lines, **fields)
+    request = read_request(row, layout, NO_DEFAULTS)
+    body = request.body
+    assert isinstance(body, ChatRequest)
+    assert [(message.role, message.content) for message in body.messages] == said
+    assert set(request.ignored) == ignored
+    assert bool(body.tools) == ("tools" in row)
+    for tool in body.tools or ():
+        assert tool.function.name == "weather"
+        assert name != "xLAM" or tool.function.parameters == OPENAI_WEATHER["parameters"]
+
+
+def test_a_text_is_a_chat_only_where_the_layout_says_so() -> None:
+    row = {"question": "q", "logprobs": 2, "temperature": 0.5}
+    for chat in (False, True):
+        request = read_request(row, RowSchema(prompt_column="question", chat=chat), NO_DEFAULTS)
+        assert isinstance(request.body, ChatRequest) == chat
+        assert (request.params.logprobs, request.params.temperature) == (2, 0.5)
+    ids = read_request({"question": [1, 2]}, RowSchema(prompt_column="question", chat=True), NO_DEFAULTS)
+    assert isinstance(ids.body, CompletionRequest)
+    for wrong in ({"chat": True}, {"system": "s"}):
+        with pytest.raises(ConfigError, match="OpenAI batch lines say it"):
+            RowSchema(kind="openai", lines=True, **wrong)
+
+
+def test_fields_of_chats_are_read_from_columns_and_those_that_a_flag_names_are_not() -> None:
+    row = {
+        **CHAT,
+        "tools": [{"type": "function", "function": OPENAI_WEATHER}],
+        "n": 2,
+        "user": "u",
+        "score": 1,
+    }
+    row |= {"tool_choice": '{"type": "function", "function": {"name": "weather"}}', "reasoning_effort": "low"}
+    request = read_request(row, DATASET, NO_DEFAULTS)
+    body = request.body
+    assert isinstance(body, ChatRequest)
+    assert (body.choice, body.reasoning_effort, request.params.n) == ("required", "low", 2)
+    assert request.ignored == ("user", "score")
+    named = read_request({"x": "q", "n": 9, "tools": []}, RowSchema(template="{x}{n}"), NO_DEFAULTS)
+    assert (named.params.n, named.ignored) == (1, ("tools",))  # a completion has no tools
+    with pytest.raises(RequestError, match='from="wizard" is not known') as refused:
+        read_request({"conversations": [{"from": "wizard", "value": "x"}]}, DATASET, NO_DEFAULTS)
+    assert refused.value.param == "from"
+
+
+def test_nulls_are_data_in_json_and_no_value_in_parquet() -> None:
+    schema = {"properties": {"a": {"default": None, "enum": [1, None]}}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": None}}}
+    row = {
+        "messages": [{"role": "assistant", "content": "", "tool_calls": [call]}],
+        "chat_template_kwargs": {"x": None},
+    }
+    row["structured_outputs"] = {"json": schema}
+    as_text = {name: json.dumps(value) for name, value in row.items()}
+    read = [read_request(each, RowSchema(lines=lines), NO_DEFAULTS).body for each, lines in (
+        (row, True), (as_text, False), (row, False))]  # fmt: skip
+    for body, kept in zip(read, (True, True, False), strict=True):
+        assert isinstance(body, ChatRequest) and body.messages[0].tool_calls and body.structured_outputs
+        assert body.chat_template_kwargs == ({"x": None} if kept else {})
+        assert body.messages[0].tool_calls[0].function.arguments == ({"a": None} if kept else {})
+        assert ("default" in str(body.structured_outputs)) == kept
+
+
+def test_a_job_that_was_begun_with_version_1_reads_its_rows_as_before() -> None:
+    before = RowSchema(version=1, lines=True)
+    row = {**CHAT, "tools": "no JSON", "n": 3, "chat_template_kwargs": {"x": None, "y": 1}}
+    request = read_request(row, before, NO_DEFAULTS)
+    assert isinstance(request.body, ChatRequest) and request.body.tools is None
+    assert (request.params.n, request.body.chat_template_kwargs) == (1, {"y": 1})
+    assert request.ignored == ("tools", "n")
+    with pytest.raises(RequestError, match="has no messages or prompt"):
+        read_request({"conversations": TURNS}, before, NO_DEFAULTS)
+
+
 def test_a_row_without_a_seed_gets_one_from_the_job_and_its_id() -> None:
     first, again = ({"id": 7, "prompt": text} for text in ("x", "another"))
     layout = RowSchema(seed=3)
@@ -327,6 +457,28 @@ def test_a_rows_log_probabilities_are_a_column_and_its_echo_is_in_the_text(
     (choice,) = json.loads(alone["response"])["choices"]
     assert (choice["text"], alone["text"], alone["token_ids"]) == ("ab", "ab", [])
     assert len(choice["prompt_logprobs"]) == alone["prompt_tokens"] == len(choice["logprobs"]["tokens"])
+
+
+def test_a_row_with_several_completions_has_all_in_its_response(text_pair_config: EngineConfig) -> None:
+    rows = [{"id": name, **CHAT, "max_tokens": 4, "n": n} for name, n in (("one", 1), ("two", 2))]
+
+    async def answer(engine: AsyncEngine) -> list[Result]:
+        answerers = [
+            RowAnswerer(engine, RowSchema(version=version), NO_DEFAULTS, "tiny", prefix=f"v{version}-")
+            for version in (1, 2)
+        ]
+        given = [(each, row) for each in answerers for row in rows]
+        return await asyncio.gather(*(each.answer(Row(i, row)) for i, (each, row) in enumerate(given)))
+
+    *earlier, one, two = pa.Table.from_pylist(
+        answered(text_pair_config, answer), schema=WIRE_SCHEMA
+    ).to_pylist()
+    assert [row["response"] for row in (*earlier, one)] == [None] * 3
+    body = json.loads(two["response"])
+    assert body["object"] == "chat.completion" and body["usage"]["completion_tokens"] == 8
+    texts = [choice["message"]["content"] for choice in body["choices"]]
+    assert texts[0] == two["text"] == earlier[1]["text"] and len(texts) == 2
+    assert (earlier[1]["ignored"], two["ignored"]) == (["n"], [])
 
 
 def test_only_an_engines_death_is_not_attributed_to_the_row(

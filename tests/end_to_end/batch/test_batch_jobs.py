@@ -58,6 +58,42 @@ def test_templates_make_prompts_columns_pass_through_and_duplicate_ids_are_refus
     assert (dutch["id"], dutch["language"], "n" in dutch) == ("a-2", ["Dutch"], False)
 
 
+def test_texts_of_a_named_column_are_chats_by_default_and_a_begun_job_keeps_its_default(
+    make_job: MakeJob, write_lines: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(write_lines({"id": f"{i}", "question": f"how {i}?", "source": "s"} for i in range(20)))
+    lengths: dict[object, list[int]] = {}
+    for chat in (None, True, False):
+        named = {"prompt_column": "question", "chat": chat, "sample": 10}
+        figures = run(job, output=str(job.out / str(chat)), **named)
+        said = " ".join(capsys.readouterr().err.split())
+        assert (
+            "texts in question are completed" if chat is False else "texts in question are sent as"
+        ) in said
+        assert figures.ignored.named == {"source": 10}
+        rows = read_results(job.out / str(chat))
+        lengths[chat] = sorted(row["prompt_tokens"] for row in rows if row["error"] is None)
+    assert lengths[None] == lengths[True] > lengths[False]
+    report = json.loads((job.out / "None/_report.json").read_text())
+    assert (report["ignored"], report["job"]["chat"], report["job"]["row_version"]) == (
+        {"source": 10},
+        True,
+        2,
+    )
+    with pytest.raises(ConfigError, match="raw sends none"):
+        run(job, chat=False, system="s", output=str(job.out / "system"))
+    # A job of version 0.2, which completed all texts.
+    begun = job.out / "False/_manta/job.json"
+    record = json.loads(begun.read_text())
+    del record["spec"]["made_from"]["row_version"]
+    begun.write_text(json.dumps(record))
+    again = {"prompt_column": "question", "output": str(job.out / "False")}
+    with pytest.raises(ConfigError, match="chat: none before, True now"):
+        run(job, chat=True, **again)
+    assert run(job, **again).rows == 20
+    assert max(row["prompt_tokens"] for row in read_results(job.out / "False")) < min(lengths[True])
+
+
 def test_parts_in_order_of_their_names_preserve_the_input_order_on_request(make_job: MakeJob) -> None:
     job = make_job(200, preserve_order=True, concurrency="2")
     job.run()
