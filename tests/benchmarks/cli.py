@@ -10,19 +10,13 @@ from typing import Annotated
 import typer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import MantaError
-from manta.jobs.common.engine_flags import Model, Settings, with_flags
+from manta.jobs.common.engine_flags import Model, with_flags
 from manta.jobs.common.stop_signals import Stopped, StopSignals
 
 from . import speed_bench
 from .batch import soak_batch
-from .engine import adapt, suffix, trees
-from .options import (
-    CompareOptions,
-    GrammarOptions,
-    PolicySweepOptions,
-    ScaleOptions,
-    ServeTaxOptions,
-)
+from .engine import adapt
+from .options import CompareOptions, PolicySweepOptions, ServeTaxOptions
 from .serving import soak_serve
 
 app = typer.Typer(
@@ -95,24 +89,6 @@ def serve_tax(options: ServeTaxOptions, config: EngineConfig, model_: Model = No
 
 
 @app.command()
-@with_flags
-def scale(options: ScaleOptions, settings: Settings, model_: Model = None) -> None:
-    """Scale a server's replicas up and down by load; no request may fail. Plots the course over time."""
-    from .serving.scale import run_scale
-
-    run_scale(settings, options)
-
-
-@app.command()
-@with_flags
-def grammars(options: GrammarOptions, config: EngineConfig, model_: Model = None) -> None:
-    """Measure the share of structured outputs in the time of a step."""
-    from .engine.grammars import run_grammars
-
-    run_grammars(config, options)
-
-
-@app.command()
 def widen(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for target/ and drafter/.")],
     target: Annotated[Path, typer.Option("--target", help="Target checkpoint.")] = Path("models/target"),
@@ -141,8 +117,6 @@ def widen(
 
 
 app.command("adapt")(adapt.main)
-app.command("suffix")(suffix.main)
-app.command("trees")(trees.main)
 app.command("speed-bench")(speed_bench.main)
 app.command("soak-batch")(soak_batch.main)
 app.command("soak-serve")(soak_serve.main)

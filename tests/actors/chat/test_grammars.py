@@ -13,7 +13,6 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from benchmarks.engine.grammars import GrammarOptions, run_grammars
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
@@ -322,11 +321,6 @@ def test_forced_tokens_are_drafted_at_no_cost(llm: LLM) -> None:
     assert answer.outputs[0].text == '"all of it is known"'
     metrics = answer.metrics
     assert metrics.num_accepted_tokens >= len(answer.outputs[0].token_ids) - metrics.num_steps - 2
-
-
-def test_the_cost_of_grammars_is_measured(pair: tuple[Path, Path]) -> None:
-    figures = run_grammars(config_of(pair, 3), GrammarOptions(requests=2, max_tokens=6))
-    assert figures["grammars_ms"] > 0 and figures["share"] > 0
 
 
 # The masks of a block.

@@ -68,12 +68,6 @@ def log_prompts(seed: int) -> Iterator[str]:
         yield "\n".join([*whole, following[: chance.randint(1, len(following) // 2)]])
 
 
-def log_lines(seed: int, count: int) -> str:
-    """Return lines of one service's log."""
-    lines = _lines(random.Random(seed))
-    return "\n".join(next(lines) for _ in range(count))
-
-
 def _lines(chance: random.Random) -> Iterator[str]:
     service = _service(chance)
     when = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=chance.randrange(10**7))

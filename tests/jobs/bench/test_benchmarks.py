@@ -1,8 +1,8 @@
 """The shortest run of each benchmark of `tests/benchmarks`: its sides agree, and its figures are complete.
 
 Those that serve or run jobs are run by tests of these: `test_serve_tax.py`, `test_serve_scaling.py`,
-`test_serve_chaos.py` and `test_bench_batch.py`; `grammars` by `test_grammars.py`. The parts of `adapt` are
-tested in `test_drafter_adapt.py`; all of it takes minutes.
+`test_serve_chaos.py` and `test_bench_batch.py`. The parts of `adapt` are tested in `test_drafter_adapt.py`;
+all of it takes minutes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from benchmarks.cli import app, main
 from benchmarks.comparison.compare import run_compare
 from benchmarks.comparison.contenders import TransformersTarget
 from benchmarks.comparison.dflash_loop import LoopDrafter, dflash_loop
-from benchmarks.engine import suffix, trees
 from benchmarks.engine.policy_sweep import HOSTILE, MixedSource, run_policy_sweep
 from benchmarks.options import CompareOptions, PolicySweepOptions
 from manta import LLM, SamplingParams
@@ -181,34 +180,6 @@ def _answers(target: Path, drafter: Path) -> list[tuple[list[int], int, int]]:
         given = [{"prompt_token_ids": [5, 17, 3, 99, 4, 42, 8]}, {"prompt_token_ids": [7, 7, 7]}]
         outputs = llm.generate(given, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
     return [(o.outputs[0].token_ids, o.metrics.num_accepted_tokens, o.metrics.num_steps) for o in outputs]
-
-
-@pytest.mark.if_changed
-def test_trees_are_compared_with_chains_of_as_many_rows(
-    pair: tuple[Path, Path], prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, path in {"_TARGET": pair[0], "_DRAFTER": pair[1], "_PROMPTS": prompts}.items():
-        monkeypatch.setattr(trees, name, path)
-    (cell,) = trees.run(num_prompts=1, num_tokens=6, rows=(8,), temperatures=(0.0,))["cells"]
-    assert 1.0 < cell["chain"]["rows_per_step"] <= 8.0 and 1.0 < cell["tree"]["rows_per_step"] <= 8.0
-    assert cell["gain"] == cell["tree"]["tokens_per_step"] / cell["chain"]["tokens_per_step"]
-
-
-@pytest.mark.if_changed
-def test_copies_of_a_repetitive_text_are_accepted(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    methods = {name: {**spec} for name, spec in suffix.METHODS.items()}
-    for spec in methods.values():
-        if "model" in spec:
-            spec["model"] = str(pair[1])
-    monkeypatch.setattr(suffix, "_TARGET", pair[0])
-    monkeypatch.setattr(suffix, "METHODS", methods)
-    line = Tokenizer.load(pair[0]).encode("total = total + 1\n")
-    kinds = {"repetitive": {"lines": [suffix.Text(line * 4, line * 4)]}}
-    (cell,) = suffix.run(kinds, temperatures=(0.0,))["cells"]
-    assert set(cell["tokens_per_step"]) == set(methods)
-    assert cell["tokens_per_step"]["suffix"] > 2.0 and cell["gains"]["mixed / dflash"] > 1.0
 
 
 def test_unmeasurable_options_are_refused_by_name() -> None:
