@@ -34,7 +34,6 @@ from trials.abuse import abuse_hostile
 from trials.abuse.abuse_clients import be_silent, leave, nonsense, read_slowly, request_bytes, send
 from trials.abuse.abuse_long import Measured, measure
 from trials.abuse.abuse_readers import stop_reading
-from trials.abuse.abuse_tenants import SETTINGS, refuse_strangers
 
 MODEL = MODELS / "target"
 BAR_MS = 50.0
@@ -141,11 +140,6 @@ def main() -> int:
     ):
         if not fuzz(server.url, FUZZ_S):
             wrong.append("schemathesis found something: see above")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProbedServer(MODEL, SETTINGS | {"batch_storage": folder}, enable_prefix_caching=True) as server,
-    ):
-        wrong += refuse_strangers(server.url)
     hostile, said = abuse_hostile.run()
     wrong += said
     if output is not None:

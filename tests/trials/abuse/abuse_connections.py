@@ -1,8 +1,8 @@
 """Clients that hold connections: idle ones, and unfinished headers and bodies.
 
 Each trial opens connections to a port on loopback, sends a probe and a small request meanwhile, closes the
-connections and returns its results as a `Held`. None takes much longer than a minute. Called by hand
-(`python tests/trials abuse_connections PORT`) and by `abuse.py`:
+connections and returns its results as a `Held`. None takes much longer than a minute. Called by
+`abuse_hostile.py`:
 
     idle_connections(port, 4150)            a server behind HAProxy: probes 200, the small request answered
     slow_heads(port, 500)                   likewise; all of them are closed within 15 s
@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -53,56 +52,38 @@ class Held:
     silent_s: float = 0.0
 
 
-def idle_connections(port: int, count: int, probe_port: int | None = None) -> Held:
+def idle_connections(port: int, count: int) -> Held:
     """Connections that sent HAProxy one request and are then silent, as long as they are kept alive."""
-    return _hold(port, count, b"GET /-/healthz HTTP/1.1\r\nHost: x\r\n\r\n", probe_port=probe_port)
+    return _hold(port, count, b"GET /-/healthz HTTP/1.1\r\nHost: x\r\n\r\n")
 
 
-def silent_connections(port: int, count: int, probe_port: int | None = None) -> Held:
-    """Connections that never send anything."""
-    return _hold(port, count, b"", probe_port=probe_port)
-
-
-def slow_heads(port: int, count: int, probe_port: int | None = None) -> Held:
+def slow_heads(port: int, count: int) -> Held:
     """Unfinished headers."""
-    return _hold(port, count, ROUTE + b"X-Never: ends", probe_port=probe_port)
+    return _hold(port, count, ROUTE + b"X-Never: ends")
 
 
-def unfinished_bodies(port: int, count: int, megabytes: int, probe_port: int | None = None) -> Held:
+def unfinished_bodies(port: int, count: int, megabytes: int) -> Held:
     """Bodies of a number of megabytes whose last byte does not come."""
     size = megabytes * 1_000_000
     head = ROUTE + f"Content-Length: {size}\r\n\r\n".encode()
     body = b'{"prompt": "' + b"x" * (size - 13)
-    return _hold(port, count, head + body, probe_port=probe_port)
+    return _hold(port, count, head + body)
 
 
-def trickled_bodies(port: int, count: int, seconds: float = 30.0, probe_port: int | None = None) -> Held:
+def trickled_bodies(port: int, count: int, seconds: float = 30.0) -> Held:
     """Bodies of which a byte comes each second."""
 
     head = ROUTE + b"Content-Length: 1000000\r\n\r\n" + b" " * 70_000
-    return _hold(port, count, head, num_trickled=round(seconds), probe_port=probe_port)
+    return _hold(port, count, head, num_trickled=round(seconds))
 
 
-def _hold(
-    port: int,
-    count: int,
-    sent: bytes,
-    *,
-    num_trickled: int = 0,
-    probe_port: int | None = None,
-) -> Held:
+def _hold(port: int, count: int, sent: bytes, *, num_trickled: int = 0) -> Held:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return asyncio.run(_trial(port, count, sent, num_trickled, probe_port or port))
+    return asyncio.run(_trial(port, count, sent, num_trickled))
 
 
-async def _trial(
-    port: int,
-    count: int,
-    sent: bytes,
-    num_trickled: int,
-    probe_port: int,
-) -> Held:
+async def _trial(port: int, count: int, sent: bytes, num_trickled: int) -> Held:
     held = Held()
     async with _opened(port, count) as connections:
         held.opened = len(connections)
@@ -110,7 +91,7 @@ async def _trial(
         clients = [_Client(*each) for each in connections]
         ends = [asyncio.create_task(each.until_closed(sent, num_trickled)) for each in clients]
         await asyncio.sleep(2.0)
-        held.probe, held.probe_s = await _ask(probe_port, b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        held.probe, held.probe_s = await _ask(port, b"GET /health HTTP/1.1\r\nHost: x\r\n")
         head = ROUTE + f"Content-Length: {len(SMALL)}\r\n".encode()
         held.small, held.small_s = await _ask(port, head, SMALL)
         done, left = await asyncio.wait(ends, timeout=CLOSED_S)
@@ -188,20 +169,3 @@ async def _ask(port: int, head: bytes, body: bytes = b"") -> tuple[int, float]:
             writer.close()
     status = int(line.split()[1]) if line.startswith(b"HTTP/1.1 ") else 0
     return status, round(time.monotonic() - began_s, 2)
-
-
-def main() -> None:
-    port = int(sys.argv[1])
-    trials: dict[str, Callable[[], Held]] = {
-        "4,150 idle": lambda: idle_connections(port, 4150),
-        "500 silent": lambda: silent_connections(port, 500),
-        "500 heads": lambda: slow_heads(port, 500),
-        "30 x 31 MB": lambda: unfinished_bodies(port, 30, 31),
-        "50 trickled": lambda: trickled_bodies(port, 50),
-    }
-    for name, trial in trials.items():
-        print(f"{name}: {trial()}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -174,6 +174,10 @@ HOSTILE: tuple[Hostile, ...] = (
         (400, 401),
         own_words=True,
     ),
+    *(
+        Hostile(f"the key {key!r}", _get("/v1/models", Authorization=f"Bearer {key}"), (401,))
+        for key in ("abuser", "abuser-key,reader-key", "ABUSER-KEY", "abuser-key acme", "*", "None")
+    ),
     Hostile("basic credentials", _get("/v1/models", Authorization="Basic YTpi"), (401,)),
     Hostile("two keys", _get("/v1/models", **{"X-Api-Key": "other"}), (200, 401)),
     Hostile("a header in a request id", _text(request_id=ESCAPES), ANSWERED),
@@ -189,6 +193,12 @@ HOSTILE: tuple[Hostile, ...] = (
         "a tenant with escapes",
         _json(TEXT, {"prompt": "x", "max_tokens": 1}, {"X-Tenant": "a" * 9000}),
         ANSWERED,
+    ),
+    *(
+        Hostile(
+            f"the tenant {name!r}", _json(TEXT, {"prompt": "x", "max_tokens": 1}, {"X-Tenant": name}), (200,)
+        )
+        for name in ("*", "x" * 1000, 'a"b', "\xe9", "globex, acme")
     ),
     Hostile("a tenant that is a list", _text(metadata={"tenant": ["a"], "category": {"b": 1}}), ANSWERED),
     Hostile(
@@ -337,6 +347,10 @@ HOSTILE: tuple[Hostile, ...] = (
         ),
     ),
     Hostile("a batch id of 5,000 letters", _get("/v1/batches/batch_" + "x" * 5000), (404,)),
+    *(
+        Hostile(f"the file {id[:30]}", _get(f"/v1/files/{id}"), (404,))
+        for id in ("%2e%2e", "file-%00", "batch_", "file-" + "0" * 5000, "*")
+    ),
     Hostile("a list from a place of nobody", _get("/v1/files?after=../x&limit=-1")),
     # Other dialects
     Hostile(
@@ -475,14 +489,3 @@ def run() -> tuple[dict[str, Any], list[str]]:
                 figures[f"{place}, {name}"] = {**asdict(held), "memory_bytes": memory_bytes(served) - before}
                 wrong += [f"{place}, {name}: {said}"] if said else []
     return figures, wrong
-
-
-def main() -> int:
-    figures, wrong = run()
-    print(json.dumps(figures, indent=1))
-    print(*wrong or ["nothing is wrong"], sep="\n")
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
