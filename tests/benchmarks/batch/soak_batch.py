@@ -7,7 +7,6 @@ output exactly once, with at most 2 GB of memory in the driver and 1 GB in an en
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
 import threading
@@ -31,8 +30,12 @@ from manta.cluster.step.executor import Executor, ExecutorInfo
 from manta.jobs.batch.job import run_batch
 from manta.jobs.batch.options import BatchOptions
 from manta.jobs.bench.common.engine_passes import Figures
+from manta.jobs.bench.common.idle_check import PROC
 from manta.jobs.bench.common.provenance import provenance
 from manta.jobs.common.tables import print_table
+
+from ..processes.process_clocks import command_of
+from ..processes.process_tree import descendants, read_processes
 
 DRIVER_BYTES = 2 * 2**30
 ENGINE_BYTES = 1 * 2**30
@@ -40,7 +43,6 @@ ROWS_PER_GROUP = 65_536  # also the rows in memory while they are made
 ROWS_PER_FILE = 1_000_000
 PROMPT_TOKENS = 8
 LOOK_EVERY_S = 0.5
-_PROC = Path("/proc")
 
 
 @dataclass
@@ -148,39 +150,22 @@ def watched() -> Iterator[Memory]:
     finally:
         over.set()
         watcher.join()
-        memory.driver = _peak_bytes(_PROC / "self") or 0
+        memory.driver = _peak_bytes(PROC / "self") or 0
 
 
 def _engines() -> dict[int, int]:
     """Return the peak of each engine actor among this process's descendants."""
-    parents, engines = dict[int, int](), list[int]()
-    for process in _PROC.glob("[0-9]*"):
-        status = _read(process / "status")
-        if found := re.search(r"^PPid:\s+(\d+)", status, re.M):
-            parents[int(process.name)] = int(found[1])
-            if "BatchEngine" in _read(process / "cmdline"):
-                engines.append(int(process.name))
-    mine = {pid for pid in engines if _is_below(pid, parents)}
-    return {pid: peak for pid in mine if (peak := _peak_bytes(_PROC / str(pid)))}
-
-
-def _is_below(pid: int, parents: dict[int, int]) -> bool:
-
-    while pid in parents and pid != os.getpid():
-        pid = parents[pid]
-    return pid == os.getpid()
+    pids = [pid for pid in descendants(read_processes(PROC)) if "BatchEngine" in command_of(PROC, pid)]
+    return {pid: peak for pid in pids if (peak := _peak_bytes(PROC / str(pid)))}
 
 
 def _peak_bytes(process: Path) -> int | None:
-    found = re.search(r"^VmHWM:\s+(\d+) kB", _read(process / "status"), re.M)
-    return None if found is None else int(found[1]) * 1024
-
-
-def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        status = (process / "status").read_text(encoding="utf-8", errors="replace")
     except OSError:  # the process has ended
-        return ""
+        return None
+    found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.M)
+    return None if found is None else int(found[1]) * 1024
 
 
 def main(

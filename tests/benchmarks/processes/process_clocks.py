@@ -1,8 +1,8 @@
 """CPU time and memory of this process and its descendants, by role.
 
 Processes are identified by their command, as Ray and HAProxy name them. The role "ray" covers its daemons,
-its agents, and Serve's controller and proxy. Linux only: empty on other systems. Used by `serve_tax.py` and
-`soak_serve.py`; `process_tree.py` reads the processes.
+its agents, and Serve's controller and proxy. Linux only: empty on other systems. Used by `serve_tax.py`,
+`soak_serve.py` and `soak_batch.py`; `process_tree.py` reads the processes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from manta.jobs.bench.common.idle_check import ticks_per_s
+from manta.jobs.bench.common.idle_check import PROC, ticks_per_s
 
 from .process_tree import descendants, read_processes
 
 ROLES = ("client", "worker", "replica", "haproxy", "ray")
 SERVER_MODULE = "serve_tax_server"  # the replica of the bare ASGI side
-_PROC = Path("/proc")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -36,19 +35,19 @@ class RoleClocks:
         return spent
 
 
-def read_role_clocks(proc: Path = _PROC) -> RoleClocks:
+def read_role_clocks(proc: Path = PROC) -> RoleClocks:
     if not (proc / "stat").exists():
         return RoleClocks({})
     processes = read_processes(proc)
     return RoleClocks(
         {
-            pid: (role_of(pid, _command(proc, pid)), processes[pid].own_ticks / ticks_per_s())
+            pid: (role_of(pid, command_of(proc, pid)), processes[pid].own_ticks / ticks_per_s())
             for pid in (os.getpid(), *descendants(processes))
         }
     )
 
 
-def resident_bytes(proc: Path = _PROC) -> dict[str, int]:
+def resident_bytes(proc: Path = PROC) -> dict[str, int]:
     """Return the resident memory for all of ROLES."""
     found: dict[str, int] = dict.fromkeys(ROLES, 0)
     for pid, (role, _) in read_role_clocks(proc).seconds.items():
@@ -70,7 +69,7 @@ def role_of(pid: int, command: str) -> str:
     return "haproxy" if Path(program).name == "haproxy" else "ray"
 
 
-def _command(proc: Path, pid: int) -> str:
+def command_of(proc: Path, pid: int) -> str:
     try:
         return (proc / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:  # the process has ended
