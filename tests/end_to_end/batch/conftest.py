@@ -1,4 +1,4 @@
-"""What tests of batch jobs share: the tiny pair, jobs over an executor that only sleeps, and processes."""
+"""What tests of batch jobs share: jobs over an executor that only sleeps, and processes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,12 @@ from typing import Any
 
 import pytest
 from ray import cloudpickle
-from support.checkpoints.text_pair import make_text_pair
 from support.jobs import chaos_job, job_process
 from support.jobs.chaos_job import ChaosJob, MakeJob, write_rows
 from support.jobs.job_process import JobProcess, StartJob
 
 for module in (chaos_job, job_process):
     cloudpickle.register_pickle_by_value(module)  # engines do not find tests
-
-
-@pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Folders of a tiny target with a tokenizer and its drafter, which tests only read."""
-    return make_text_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture

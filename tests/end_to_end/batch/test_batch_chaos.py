@@ -23,6 +23,7 @@ from manta.actors.batch.dataset.row_requests import row_seed
 from manta.cluster.errors import ConfigError
 from manta.cluster.request.request import SamplingParams
 from manta.jobs.batch import engine_pool
+from support.engines.ray_engines import actor_pids
 from support.jobs.batch_outputs import num_durable, read_results
 from support.jobs.chaos_job import ChaosJob, MakeJob, write_rows
 from support.jobs.job_process import WAIT_S, StartJob, wait_until
@@ -96,23 +97,6 @@ def running_to_its_end(job: ChaosJob) -> Iterator[threading.Thread]:
     assert not thread.is_alive()
 
 
-def own_actors(kind: str) -> list[int]:
-    """Actors of a class whose raylet or fork server this process started."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            command = (folder / "cmdline").read_bytes()
-            if command.startswith(f"ray::{kind}".encode()) and os.getpid() in ancestors(int(folder.name)):
-                found.append(int(folder.name))
-    return sorted(found)
-
-
-def ancestors(pid: int) -> Iterator[int]:
-    while pid > 1:
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        yield pid
-
-
 @pytest.mark.parametrize("number", range(POINTS))
 @pytest.mark.parametrize("victim", ["driver", pytest.param("raylet", marks=pytest.mark.slow)])
 def test_a_job_whose_driver_or_ray_is_killed_resumes(
@@ -142,7 +126,7 @@ def test_a_killed_engine_is_replaced_while_another_continues(
         wait_for_the_point(job, thread.is_alive)
         with pytest.raises(ConfigError, match="being written by another job"):
             job.run()
-        os.kill(random.Random(number).choice(own_actors("BatchEngine")), signal.SIGKILL)
+        os.kill(random.Random(number).choice(sorted(actor_pids("BatchEngine"))), signal.SIGKILL)
     check(job, undisturbed)
     assert "died; its rows go to others" in capsys.readouterr().err
 
@@ -165,7 +149,7 @@ def test_a_killed_rank_ends_its_engine_and_another_engine_gives_the_same_answers
         outputs = llm.generate(prompts, list(params.values()), use_tqdm=False)
     with running_to_its_end(job) as thread:
         wait_for_the_point(job, thread.is_alive)
-        ranks = own_actors("TargetWorker")
+        ranks = sorted(actor_pids("TargetWorker"))
         assert len(ranks) == 2
         os.kill(random.Random(number).choice(ranks), signal.SIGKILL)
     found = {row["id"]: row["token_ids"] for row in read_results(job.out)}

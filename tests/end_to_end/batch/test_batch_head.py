@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import openai
-import pyarrow as pa
 import pytest
 from manta import LLM, SamplingParams
 from manta.actors.batch.dataset.row_requests import row_seed
 from support.checkpoints.text_pair import make_text_pair
-from support.servers.served import Served, wait_for
+from support.jobs.batch_outputs import num_durable
+from support.servers.served import Served
+from support.waiting import wait_until
 
 NUM_LINES, MAX_TOKENS = 300, 48
 ENGINE = {"dtype": "float32", "device": "cpu", "max_num_seqs": 4, "max_model_len": 256, "num_threads": 1}
@@ -41,15 +42,15 @@ def test_a_batch_continues_while_the_gcs_is_killed_and_restarted(tmp_path: Path)
         batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
         )
-        wait_for(lambda: num_durable(storage) >= 16, END_S, "no line was answered")
+        wait_until(lambda: num_answered(storage) >= 16, END_S, "no line was answered")
         replica, (gcs,) = served.pids("replica"), served.pids("gcs")
         served.kill(gcs)
-        num_before = num_durable(storage)
-        wait_for(lambda: num_durable(storage) > num_before, END_S, "nothing is answered without a head")
+        num_before = num_answered(storage)
+        wait_until(lambda: num_answered(storage) > num_before, END_S, "nothing is answered without a head")
         served.restart_gcs()
-        assert num_durable(storage) < NUM_LINES, "the batch had ended before the head was back"
+        assert num_answered(storage) < NUM_LINES, "the batch had ended before the head was back"
         assert served.pids("gcs") != [gcs]
-        wait_for(lambda: client.batches.retrieve(batch.id).status == "completed", END_S, "it did not end")
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", END_S, "it did not end")
         assert served.pids("replica") == replica, "it was answered where it began"
         batch = client.batches.retrieve(batch.id)
         assert batch.request_counts is not None and batch.output_file_id is not None
@@ -67,12 +68,6 @@ def test_a_batch_continues_while_the_gcs_is_killed_and_restarted(tmp_path: Path)
     assert found == {name: out.outputs[0].text for name, out in zip(prompts, outputs, strict=True)}
 
 
-def num_durable(storage: Path) -> int:
-    """Lines of any batch that are in segments or, as whole files, in parts."""
-    segments = list(storage.glob("work/*/out/_manta/pending/*/*.arrow"))
-    try:
-        waiting = sum(pa.ipc.open_file(path).read_all().num_rows for path in segments)
-    except FileNotFoundError:  # they became a part
-        return num_durable(storage)
-    parts = storage.glob("work/*/out/part-*.jsonl")
-    return waiting + sum(len(path.read_text().splitlines()) for path in parts)
+def num_answered(storage: Path) -> int:
+    """Return the durable lines of all batches."""
+    return sum(map(num_durable, storage.glob("work/*/out")))

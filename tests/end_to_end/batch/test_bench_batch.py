@@ -9,12 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 from benchmarks.batch.soak_batch import ENGINE_BYTES, check_rows, run_soak
 from manta.cluster.errors import MantaError
-from support.checkpoints.text_pair import make_text_pair
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_text_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.mark.slow

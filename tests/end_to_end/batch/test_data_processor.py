@@ -23,6 +23,7 @@ from manta.cluster.errors import ConfigError, PlacementError, RequestError
 from manta.data import MantaEngineProcessorConfig, build_processor
 from manta.jobs.batch.processor import EngineGroups, plan_engines
 from ray.util import placement_group_table
+from support.engines.ray_engines import actor_pids
 from support.engines.small_ray import small_ray
 from support.jobs.job_process import wait_until
 
@@ -135,13 +136,6 @@ def test_a_bad_row_ends_the_dataset_on_request(
     wait_until(lambda: ray.available_resources().get("CPU") == 2.0)
 
 
-def worker_pids() -> list[int]:
-    from ray._private.state import actors  # the public listing needs the dashboard
-
-    living = (actor for actor in actors().values() if actor["State"] == "ALIVE")
-    return [actor["Pid"] for actor in living if actor["ActorClassName"].startswith("TargetWorker")]
-
-
 @pytest.mark.slow
 def test_the_death_of_an_engines_worker_loses_no_row_and_no_resources(two_cpus: None, pair: Pair) -> None:
     """Two target ranks in a group with one of two CPUs; if it leaked, the next test would block."""
@@ -149,8 +143,8 @@ def test_the_death_of_an_engines_worker_loses_no_row_and_no_resources(two_cpus: 
     killed: list[int] = []
 
     def kill_a_worker() -> None:
-        wait_until(lambda: len(worker_pids()) == 2)
-        killed.append(worker_pids()[0])
+        wait_until(lambda: len(actor_pids("TargetWorker")) == 2)
+        killed.append(max(actor_pids("TargetWorker")))
         os.kill(killed[0], signal.SIGKILL)
 
     killer = threading.Thread(target=kill_a_worker)

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,12 +20,11 @@ from manta.jobs.serve import server as serving
 from manta.jobs.serve.server import ServeOptions, start_server
 from ray import serve
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from support.checkpoints.text_pair import make_text_pair
 
 
 @pytest.fixture(scope="module")
-def args(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
+def args(pair: tuple[Path, Path]) -> dict[str, Any]:
+    target, drafter = pair
     return {
         "model": str(target),
         "speculative_config": {"model": str(drafter)},

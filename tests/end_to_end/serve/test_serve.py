@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,9 @@ from manta.cluster.errors import CheckpointError, ConfigError
 from manta.jobs.serve.server import ServeOptions, Server, start_server
 from prometheus_client.parser import text_string_to_metric_families
 from ray.serve.schema import ServeDeploySchema
-from support.checkpoints.text_pair import make_text_pair
+from support.engines.ray_engines import actor_pids
 from support.paths import ROOT
+from support.waiting import wait_until
 
 BODY: dict[str, Any] = {
     "model": "tiny",
@@ -34,11 +34,6 @@ BODY: dict[str, Any] = {
     "max_tokens": 24,
     "extra_body": {"ignore_eos": True},
 }
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_text_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
@@ -177,41 +172,22 @@ def running(server: Server) -> float:
     return float(next(line for line in lines if line.startswith("vllm:num_requests_running")).split()[-1])
 
 
-def wait_for(
-    condition: Any, timeout_s: float = 240.0, what: object = "it did not happen", poll_s: float = 0.05
-) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(poll_s)
-
-
 def test_a_disconnect_frees_its_request_through_the_proxy(server: Server) -> None:
     body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=240) as response:
         next(response.iter_lines())
-    wait_for(lambda: running(server) == 0)
-
-
-def worker_pids() -> list[int]:
-    from ray._private.state import actors  # the public listing needs the dashboard
-
-    return [
-        actor["Pid"]
-        for actor in actors().values()
-        if actor["ActorClassName"].startswith("TargetWorker") and actor["State"] == "ALIVE"
-    ]
+    wait_until(lambda: running(server) == 0, poll_s=0.1)
 
 
 @pytest.mark.slow  # one rank in `test_serve_chaos.py`, two ranks without a server in `test_ray_executor.py`
 def test_after_a_workers_death_the_stream_ends_and_the_replica_is_replaced(
     server: Server, client: openai.OpenAI
 ) -> None:
-    before = worker_pids()
+    before = actor_pids("TargetWorker")
     assert len(before) == 2
     pieces = client.completions.create(prompt="x", stream=True, **{**BODY, "max_tokens": 400})
     next(iter(pieces))
-    os.kill(before[1], signal.SIGKILL)
+    os.kill(max(before), signal.SIGKILL)
     with pytest.raises((openai.APIError, httpx.RemoteProtocolError)):  # an error event, or a cut stream
         list(pieces)
     patient = client.with_options(max_retries=0, timeout=10)
@@ -221,9 +197,9 @@ def test_after_a_workers_death_the_stream_ends_and_the_replica_is_replaced(
             return bool(patient.completions.create(prompt="x", **BODY).choices[0].text)
         return False
 
-    wait_for(answers, timeout_s=240.0)
-    after = worker_pids()
-    assert len(after) == 2 and not set(after) & set(before)
+    wait_until(answers, 240, poll_s=0.1)
+    after = actor_pids("TargetWorker")
+    assert len(after) == 2 and not after & before
 
 
 def test_a_request_is_found_in_the_logs_of_all_processes(server: Server, client: openai.OpenAI) -> None:
@@ -236,23 +212,12 @@ def test_a_request_is_found_in_the_logs_of_all_processes(server: Server, client:
         texts = (line for file in files for line in file.read_text(errors="replace").splitlines())
         return [json.loads(line) for line in texts if line.startswith('{"time"')]
 
-    wait_for(lambda: any(line.get("id") == answer.id for line in lines()))
+    wait_until(lambda: any(line.get("id") == answer.id for line in lines()))
     (mine,) = [line for line in lines() if line.get("id") == answer.id]
     ranks = {line["rank"] for line in lines() if line["process"] == "worker"}
     assert ranks == {0, 1} and {line["engine"] for line in lines()} == {"tiny"}
     assert mine["replica"] in {line["replica"] for line in lines() if line["process"] == "worker"}
     assert mine["request_id"] == "logged-7" and mine["finish_reason"] == "length"
-
-
-def replica_pid() -> int:
-    from ray._private.state import actors
-
-    (pid,) = (
-        actor["Pid"]
-        for actor in actors().values()
-        if actor["ActorClassName"].startswith("ServeReplica") and actor["State"] == "ALIVE"
-    )
-    return pid
 
 
 @pytest.mark.slow
@@ -265,15 +230,16 @@ def test_a_batch_continues_after_the_death_of_its_replica(
     content = "".join(json.dumps({**line, "custom_id": name}) + "\n" for name in names)
     file = client.files.create(file=("in.jsonl", content.encode()), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-    wait_for(lambda: any(Path(args["batch_storage"]).glob("work/*/out/_manta/pending/*/*.arrow")))
-    os.kill(replica_pid(), signal.SIGKILL)
+    wait_until(lambda: any(Path(args["batch_storage"]).glob("work/*/out/_manta/pending/*/*.arrow")))
+    (replica,) = actor_pids("ServeReplica")
+    os.kill(replica, signal.SIGKILL)
 
     def ended() -> bool:
         with contextlib.suppress(openai.APIError):
             return client.batches.retrieve(batch.id).status == "completed"
         return False
 
-    wait_for(ended, timeout_s=240.0)
+    wait_until(ended, 240, poll_s=0.1)
     output = client.batches.retrieve(batch.id).output_file_id
     lines = client.files.content(output or "").text.splitlines()
     assert sorted(json.loads(each)["custom_id"] for each in lines) == sorted(names)
@@ -306,7 +272,7 @@ def test_rays_exporter_shows_what_the_replica_does(server: Server) -> None:
                 differs[name] = found, values
         return not differs
 
-    wait_for(shows_all, what=differs, poll_s=0.5)
+    wait_until(shows_all, 240, differs, poll_s=0.5)
 
 
 def in_ray(name: str) -> str:

@@ -16,7 +16,8 @@ import openai
 import pytest
 from benchmarks.serving.soak_serve import complaints, overload, overload_complaints, run_soak
 from support.checkpoints.text_pair import make_text_pair
-from support.servers.served import Served, wait_for
+from support.servers.served import Served
+from support.waiting import wait_until
 from trials.serving.serving_chaos import CONTROLLER, REPLICA, WORKER, Setup, Trial
 from trials.serving.serving_load import Load
 
@@ -105,7 +106,7 @@ def test_a_single_replicas_death_closes_connections_and_service_returns(
     served.kill(REPLICA.victim(served))
     with pytest.raises(openai.APIConnectionError):
         list(pieces)
-    wait_for(served.answers, 120.0, "no replica is back")
+    wait_until(served.answers, 120.0, "no replica is back")
 
 
 def test_the_death_of_serves_controller_affects_no_request(trial: Trial) -> None:
@@ -130,7 +131,7 @@ def test_a_stopping_server_accepts_no_request_and_finishes_streams(
     assert served.start_statuses <= {0, 503, 200}, "never 404 while it loads"
     process = served.process
     assert process is not None
-    wait_for(served.answers, WAIT_S, "the replica is not back")
+    wait_until(served.answers, WAIT_S, "the replica is not back")
     said_before = len(served.log.read_text(errors="replace"))
 
     def said() -> str:
@@ -144,7 +145,7 @@ def test_a_stopping_server_accepts_no_request_and_finishes_streams(
         long = [pool.submit(stream, served.url, 4, CONTEXT - 96, started[1]) for _ in range(3)]
         assert started[1].wait(WAIT_S)
         process.send_signal(signal.SIGTERM)
-        wait_for(lambda: "no new requests" in said() and served.health() == 503, WAIT_S, "it goes on")
+        wait_until(lambda: "no new requests" in said() and served.health() == 503, WAIT_S, "it goes on")
         refused = httpx.post(f"{served.url}/v1/completions", json={"prompt": "x"}, timeout=240)
         assert refused.status_code == 503 and refused.headers["retry-after"]
         assert refused.json()["error"]["type"] == "ServiceUnavailableError"

@@ -7,25 +7,25 @@ import os
 import re
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from manta.actors.replica import build_app
 from manta.cluster.errors import ConfigError
-from support.checkpoints.text_pair import make_text_pair
-from support.servers.deployed import REPLICA, Cluster, deployed, until
+from support.engines.ray_engines import actor_pids
+from support.servers.deployed import REPLICA, Cluster, deployed
+from support.waiting import wait_until
 
 NUM_STREAMS = 16
 
 
 @pytest.fixture(scope="module")
-def args(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    target, _ = make_text_pair(tmp_path_factory.mktemp("pair"))
-    return {"model": str(target), "dtype": "float32", "device": "cpu", "num_threads": 1, "replicas": 2}
+def args(pair: tuple[Path, Path]) -> dict[str, Any]:
+    return {"model": str(pair[0]), "dtype": "float32", "device": "cpu", "num_threads": 1, "replicas": 2}
 
 
 @pytest.fixture(scope="module")
@@ -78,19 +78,17 @@ def test_one_endpoint_serves_both_replicas(server: Cluster) -> None:
     assert unknown.status_code == 404 and unknown.json()["error"]["param"] == "model"
     tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": "def f("}).json()
     assert tokens["count"] == len(tokens["tokens"])
-    wait_for(lambda: len(re.findall(r"manta:gateway_replica_up\{.*\} 1.0", scraped(server))) == 2)
-    wait_for(lambda: len(set(re.findall(r'requests_running\{.*?replica="([^"]+)"', scraped(server)))) == 2)
+    wait_until(
+        lambda: len(re.findall(r"manta:gateway_replica_up\{.*\} 1.0", scraped(server))) == 2, poll_s=0.1
+    )
+    wait_until(
+        lambda: len(set(re.findall(r'requests_running\{.*?replica="([^"]+)"', scraped(server)))) == 2,
+        poll_s=0.1,
+    )
 
 
 def scraped(server: Cluster) -> str:
     return httpx.get(f"{server.url}/metrics").text
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 240.0
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.1)
 
 
 def body(i: int) -> dict[str, Any]:
@@ -136,15 +134,15 @@ def read(server: Cluster, i: int, started: threading.Barrier | None = None) -> d
 
 
 def test_a_drafter_is_swapped_under_load_and_a_wrong_one_refused(server: Cluster) -> None:
-    text, pids = server.ask(), server.pids(REPLICA)
+    text, pids = server.ask(), actor_pids(REPLICA)
     before = server.replicas()
     with server.load() as answers:
         server.deploy({"drafter": str(server.other_drafter)})
-        until(lambda: server.logged(f"drafting with {server.other_drafter} from now on") == 2)
+        wait_until(lambda: server.logged(f"drafting with {server.other_drafter} from now on") == 2)
         server.deploy({"drafter": "/nowhere/at/all"})
-        until(lambda: server.logged("user_config is refused, and nothing changes") == 2)
+        wait_until(lambda: server.logged("user_config is refused, and nothing changes") == 2)
     assert set(answers) == {text}
-    assert server.pids(REPLICA) == pids, "no replica was replaced"
+    assert actor_pids(REPLICA) == pids, "no replica was replaced"
     after: dict[str, float] = {}
 
     def all_answer() -> bool:  # one that is busy may miss a scrape
@@ -152,7 +150,7 @@ def test_a_drafter_is_swapped_under_load_and_a_wrong_one_refused(server: Cluster
         after.update(server.replicas())
         return after.keys() == before.keys()
 
-    until(all_answer)
+    wait_until(all_answer, poll_s=0.1)
     assert all(after[replica] >= before[replica] for replica in after)
 
 
@@ -162,7 +160,7 @@ def test_streams_outlive_their_replica(server: Cluster) -> None:
         started = threading.Barrier(NUM_STREAMS + 1)
         streams = [pool.submit(read, server, i, started) for i in range(NUM_STREAMS)]
         started.wait(60)
-        pids = server.pids(REPLICA)
+        pids = actor_pids(REPLICA)
         assert len(pids) == 2
         os.kill(min(pids), signal.SIGKILL)
         disturbed = [stream.result() for stream in streams]

@@ -23,16 +23,16 @@ from manta.jobs.common.http_client import ServerClient, await_ready
 from manta.jobs.serve.server import ServeOptions, start_server
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
-from support.checkpoints.text_pair import make_text_pair
 from support.waiting import wait_until
 
 
 @pytest.mark.slow
-def test_load_adds_a_replica_and_idleness_removes_all_without_a_failed_request(tmp_path: Path) -> None:
-    target, drafter = make_text_pair(tmp_path / "pair")
+def test_load_adds_a_replica_and_idleness_removes_all_without_a_failed_request(
+    pair: tuple[Path, Path],
+) -> None:
     settings = {
-        "model": str(target),
-        "speculative_config": {"model": str(drafter)},
+        "model": str(pair[0]),
+        "speculative_config": {"model": str(pair[1])},
         "served_model_name": "tiny",
         "dtype": "float32",
         "device": "cpu",

@@ -19,16 +19,15 @@ from benchmarks.serving.serve_tax import ServeTaxOptions, run_serve_tax
 from benchmarks.serving.streams import Stream, StreamClient
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from support.checkpoints.text_pair import make_text_pair
 from support.paths import TESTS
-from support.servers.served import wait_for
+from support.waiting import wait_until
 
 SERVER = TESTS / "benchmarks" / "serving" / f"{SERVER_MODULE}.py"
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
+def config(pair: tuple[Path, Path]) -> EngineConfig:
+    target, drafter = pair
     settings = {"model": str(target), "speculative_config": {"model": str(drafter)}, "num_threads": 1}
     return EngineConfig.from_dict(
         {**settings, "dtype": "float32", "device": "cpu", "max_num_seqs": 4, "num_pages": 128}
@@ -134,13 +133,13 @@ def test_a_signal_also_ends_the_measured_server(config: EngineConfig, tmp_path: 
     command += ["--prompts", str(prompts), "--max-tokens", "200", "--rounds", "1000", "--side", "asgi"]
     with subprocess.Popen([*command, "--side", "engine", "--num-threads", "1"]) as process:
         try:
-            wait_for(lambda: bool(servers_of(process.pid)), 60, "there is no server")
+            wait_until(lambda: bool(servers_of(process.pid)), 60, "there is no server")
             servers = servers_of(process.pid)
             process.terminate()
             assert process.wait(timeout=240) == 128 + signal.SIGTERM
         finally:
             process.kill()
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers), 30, f"{servers} are there")
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers), 30, f"{servers} are there")
 
 
 def servers_of(pid: int) -> list[int]:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from manta.actors.system.host_resources import free_port
 from manta.jobs.common.http_client import ServerClient
 from manta.jobs.serve.ray_environment import ServeEnvironment
 from prometheus_client.parser import text_string_to_metric_families
+
+from support.waiting import wait_until
 
 START_S = 240.0
 END_S = 90.0
@@ -152,7 +154,7 @@ class Served:
         ended = self.process.poll() is not None
         self._stop_nodes()
         with contextlib.suppress(AssertionError):
-            wait_for(lambda: not self.processes(), 15.0)
+            wait_until(lambda: not self.processes(), 15.0)
         left = [] if ended else ["the command itself"]
         left += sorted({f"process {Path(command.split()[0]).name}" for _, command in self.processes()})
         left += [f"shared memory {name}" for name in sorted(forgotten_since(self._shared_before))]
@@ -291,10 +293,3 @@ def environment(wanted: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def wait_for(true: Callable[[], bool], seconds: float, what: object = "it did not happen") -> None:
-    deadline_s = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.05)

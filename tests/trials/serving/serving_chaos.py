@@ -25,7 +25,9 @@ from typing import Any
 from benchmarks.serving.streams import Stream
 from manta.jobs.bench.common.provenance import provenance
 from support.checkpoints.text_pair import make_text_pair
-from support.servers.served import Served, forgotten_since, shared_memory, wait_for
+from support.engines.ray_engines import alive
+from support.servers.served import Served, forgotten_since, shared_memory
+from support.waiting import wait_until
 
 from trials.serving.serving_load import Load, Probe, Prober
 from trials.serving.serving_log import Return, read_return
@@ -146,7 +148,7 @@ class Trial:
             missing.update(self._whole - self._cast())
             return not missing and self._all_answer()
 
-        wait_for(is_whole, SETTLE_S, missing)
+        wait_until(is_whole, SETTLE_S, missing, poll_s=0.1)
         before, groups = self._cast(), self._served.groups()
         shared = shared_memory()
         prober, load = Prober(self._served.url), Load(self._served.url, self._count, self._tokens)
@@ -190,7 +192,7 @@ class Trial:
             found = [f"{count} x {name}" for name, count in (self._cast() - before).items()]
             found += [f"{held} placement group(s)"] if held > 0 else []
             found += [f"shared memory {name}" for name in sorted(forgotten_since(shared))]
-            return found + (["the killed process"] if _alive(victim) else [])
+            return found + (["the killed process"] if alive(victim) else [])
 
         deadline_s = time.monotonic() + 60.0
         while (left := more()) and time.monotonic() < deadline_s:
@@ -239,13 +241,6 @@ class Trial:
 def _lasts(command: str) -> bool:
     """Whether Ray keeps such a process: idle workers start and end."""
     return not command.startswith("ray::IDLE") and "default_worker.py" not in command
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def any_of(role: str) -> Callable[[Served], int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from benchmarks.serving.streams import Stream, StreamClient
 from manta.jobs.common.http_client import ServerClient
-from support.servers.served import wait_for
+from support.waiting import wait_until
 
 PROBE_EVERY_S = 0.1
 PROBE_TIMEOUT_S = 30.0
@@ -30,7 +30,7 @@ class Load:
 
     def wait_for_tokens(self, events: int = 3, seconds: float = 120.0) -> None:
         """Wait until every stream has started."""
-        wait_for(
+        wait_until(
             lambda: all(len(s.token_times_s) >= events or s.end for s in self.streams),
             seconds,
             "the streams do not begin",
