@@ -1,25 +1,31 @@
 """Bodies of /v1/messages and count_tokens, and their translation to a `ChatRequest`.
 
-Tool results are blocks of user messages here; a chat has separate messages for them. Every block is read or
-refused, except redacted thinking, which only its own server can decrypt.
+Tool results are blocks of user messages here; a chat has separate messages for them. What Anthropic's servers
+add to a conversation (their tools' calls and results, encrypted thinking) is skipped and named to the client,
+so that a session can continue. Images and files of the user are refused: the answer would ignore them.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from ....cluster.errors import RequestError
 from ..generation.chat_adapter import SupportedOptions, chat_request, rename_error_fields
 from ..protocol.chat_completion import ChatRequest
 from ..protocol.tool_outputs import TranslatedMessages, output_text, readable_text, required_text
 from ..wire.json_io import Integer, JsonObject, Number
+from ..wire.request_model import RequestModel, unread_keys
+from .tools import AnthropicTool, own_tool
 
 # Field -> what to do instead of using it.
 NEVER: Mapping[str, str] = {
     "container": "This server runs no containers: run tools yourself.",
+    "thread": "This server keeps no conversations: send all messages.",
+    "compaction": "This server does not compact: shorten `messages`.",
     "mcp_servers": "This server calls no other servers: list their tools in `tools`, and call them yourself.",
     "n": "A message has one answer: send several requests, or use /v1/chat/completions.",
     "stop": "The field is called stop_sequences here.",
@@ -54,37 +60,12 @@ OPEN = {"continue_final_message": True, "add_generation_prompt": False}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class Message(BaseModel):
+class Message(RequestModel):
     role: Literal["user", "assistant", "system"]
     content: Content
 
 
-# Any: a validator sees raw JSON.
-def _own_tool(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind is not None and kind != "custom":
-        raise RequestError(
-            f"tools: a tool of type {str(kind)[:60]} is run or defined by Anthropic's servers; this one "
-            "takes tools with a name and an input_schema, which the client runs.",
-            param="tools",
-        )
-    return value
-
-
-class AnthropicTool(BaseModel):
-    name: str
-    description: str | None = None
-    input_schema: dict[str, Any]
-    strict: bool | None = None
-    eager_input_streaming: bool | None = None
-
-    def for_chat(self) -> JsonObject:
-        function = self.model_dump(exclude_none=True, exclude={"eager_input_streaming"})
-        function["parameters"] = function.pop("input_schema")
-        return {"type": "function", "function": function}
-
-
-class ToolChoice(BaseModel):
+class ToolChoice(RequestModel):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
@@ -97,35 +78,41 @@ class ToolChoice(BaseModel):
         return {"type": "function", "function": {"name": self.name}}
 
 
-class AnthropicThinking(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class AnthropicThinking(RequestModel):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[Integer | None, Field(ge=1)] = None
 
 
-class OutputFormat(BaseModel):
+class OutputFormat(RequestModel):
     type: Literal["json_schema"]
     json_schema: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(RequestModel):
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class CountRequest(BaseModel):
+class CountRequest(RequestModel):
     """The fields that determine the prompt."""
-
-    model_config = ConfigDict(extra="allow")
 
     messages: Annotated[list[Message], Field(min_length=1)]
     model: str | None = None
     system: Content | None = None
-    tools: list[Annotated[AnthropicTool, BeforeValidator(_own_tool)]] | None = None
+    tools: list[Annotated[AnthropicTool, BeforeValidator(own_tool)]] | None = None
     tool_choice: ToolChoice | None = None
     thinking: AnthropicThinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+
+    @model_validator(mode="after")
+    def _one_format(self) -> CountRequest:
+        if self.output_format is not None and self.output_config and self.output_config.format is not None:
+            raise RequestError(
+                "output_format is the earlier name of output_config.format. Send one of them.",
+                param="output_format",
+            )
+        return self
 
     def conversation(self) -> TranslatedMessages:
         return read_messages(self.system, [(message.role, message.content) for message in self.messages])
@@ -170,7 +157,7 @@ class CountRequest(BaseModel):
             "tools": [tool.for_chat() for tool in self.tools] if self.tools else None,
             "tool_choice": choice.for_chat() if choice else None,
             **({"parallel_tool_calls": False} if choice and choice.disable_parallel_tool_use else {}),
-            "response_format": _response_format(config.format),
+            "response_format": _response_format(self.output_format or config.format),
             "reasoning_effort": config.effort if supported.effort else None,
             **(OPEN if conversation.is_open else {}),
             **self._thinking_fields(supported),
@@ -216,6 +203,21 @@ def _response_format(format: OutputFormat | None) -> JsonObject | None:
 
 Content = str | list[dict[str, Any]]  # Any: JSON
 FAILED = "Error:"
+# Types of blocks that Anthropic's servers make or read.
+OF_SERVERS = re.compile(
+    r"\w+_tool_(use|result)|mcp_tool_listing|tool_(addition|removal)|container_upload|compaction|fallback"
+    r"|(redacted_)?thinking"
+)
+# Type of a block -> the keys that are read, besides descriptions.
+READ_KEYS: Mapping[str, tuple[str, ...]] = {
+    "text": ("text",),
+    "thinking": ("thinking",),
+    "tool_use": ("name", "input"),
+    "tool_result": ("tool_use_id", "content", "is_error"),
+    "search_result": ("title", "source", "content"),
+    "document": ("title", "context", "source"),
+    "compaction": ("content",),
+}
 
 
 def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]]) -> TranslatedMessages:
@@ -223,6 +225,7 @@ def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]
     found = TranslatedMessages()
     if system:
         found.add({"role": "system", "content": _text_of(system, "system")}, "system")
+        _name_unread(found, system, "system")
     for i, (role, content) in enumerate(messages):
         at = f"messages.{i}"
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -230,8 +233,9 @@ def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]
             _read_user(found, blocks, at)
         elif role == "system":
             found.add({"role": role, "content": _text_of(content, f"{at}.content")}, at)
+            _name_unread(found, blocks)
         else:
-            found.add(_read_assistant(blocks, at), at)
+            _read_assistant(found, blocks, at)
     if found.messages:
         last = found.messages[-1]
         found.is_open = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
@@ -248,13 +252,17 @@ def _read_user(found: TranslatedMessages, blocks: Sequence[Mapping[str, Any]], a
             texts.clear()
 
     for i, block in enumerate(blocks):
-        where = f"{at}.content.{i}"
-        if block.get("type") == "tool_result":
+        where, kind = f"{at}.content.{i}", block.get("type")
+        if kind == "tool_result":
             flush_text()
             found.add(_result(block, where), at)
+        elif isinstance(kind, str) and OF_SERVERS.fullmatch(kind):
+            found.skip(f"messages.{kind}")
+            continue
         else:
             text = readable_text(block)
             texts.append(_text(block, where) if text is None else text)
+        _name_unread(found, [block])
     flush_text()
 
 
@@ -266,23 +274,46 @@ def _result(block: Mapping[str, Any], at: str) -> JsonObject:
     return {"role": "tool", "tool_call_id": required_text(block, "tool_use_id", at), "content": content}
 
 
-def _read_assistant(blocks: Sequence[Mapping[str, Any]], at: str) -> JsonObject:
-    """Return one message. Adjacent texts are joined by newlines; those around a call are one text."""
+def _read_assistant(found: TranslatedMessages, blocks: Sequence[Mapping[str, Any]], at: str) -> None:
+    """Add one message. Adjacent texts are joined by newlines; those around a call are one text."""
     message: JsonObject = {"role": "assistant", "content": ""}
     before = None
     for i, block in enumerate(blocks):
         where = f"{at}.content.{i}"
-        kind = block.get("type")
+        kind = required_text(block, "type", where)
         if kind == "thinking":
             message["reasoning_content"] = message.get("reasoning_content", "") + required_text(
                 block, kind, where
             )
         elif kind == "tool_use":
             message.setdefault("tool_calls", []).append(_call(block, where))
-        elif kind != "redacted_thinking":
-            message["content"] += ("\n" if before == "text" else "") + _text(block, where)
+        elif (text := _answer_text(block, where)) is not None:
+            message["content"] += ("\n" if before == "text" else "") + text
+            kind = "text"
+        else:
+            found.skip(f"messages.{kind}")
+            continue
+        _name_unread(found, [block])
         before = kind
-    return message
+    if len(message) > 2 or message["content"] or not blocks:
+        found.add(message, at)
+
+
+def _answer_text(block: Mapping[str, Any], at: str) -> str | None:
+    """Return the text that a block of an answer shows; None if it shows none."""
+    if block["type"] == "text":
+        return required_text(block, "text", at)
+    if block["type"] == "compaction":  # the summary of what was before
+        return block["content"] if isinstance(block.get("content"), str) else None
+    return readable_text(block)
+
+
+def _name_unread(
+    found: TranslatedMessages, blocks: str | Sequence[Mapping[str, Any]], at: str = "messages.content"
+) -> None:
+    for block in () if isinstance(blocks, str) else blocks:
+        for name in unread_keys(block, *READ_KEYS.get(block["type"], ())):
+            found.note_unknown(f"{at}.{name}")
 
 
 def _call(block: Mapping[str, Any], at: str) -> JsonObject:

@@ -11,6 +11,7 @@ from ..generation.server_context import ServerContext
 from ..openai.routes import prepare_chat
 from ..protocol.chat_completion import check_tools, conversation
 from ..wire.json_io import MAX_VALUES, JsonRoute, json_response
+from ..wire.request_model import unknown_fields
 from .errors import ROUTES
 from .event_writer import PREFIX, MessageWriter
 from .request import NAMES, CountRequest, MessagesRequest
@@ -31,7 +32,8 @@ def message_routes(frontend: ServerContext) -> APIRouter:
                 PREFIX,
                 chat,
                 http,
-                ignored=body.ignored(supported),
+                ignored=[*body.ignored(supported), *read.skipped],
+                unknown=[*unknown_fields(body), *read.unknown],
                 resumable=False,
                 ends_with_context=True,
             )

@@ -30,6 +30,7 @@ from ..protocol.protocol import GenerationRequest, check_extra_fields
 from ..wire import sse
 from ..wire.errors import logged_elsewhere, trace_headers
 from ..wire.json_io import JsonObject
+from ..wire.request_model import unknown_fields
 from .generation_task import GenerationTask
 from .large_responses import StreamedChoices
 from .request_run import GenerationRun
@@ -75,6 +76,7 @@ def prepare(
     *,
     default_max_tokens: int | None,
     ignored: Sequence[str] = (),
+    unknown: Sequence[str] | None = None,
     resumable: bool = True,
     ends_with_context: bool = False,
 ) -> GenerationTask:
@@ -84,11 +86,12 @@ def prepare(
         prefix: of the response's id.
         default_max_tokens: None means as many as fit.
         ignored: further names for X-Ignored-Params.
+        unknown: unknown fields in objects of the body that was translated to `request`; None: it was not.
         resumable: whether another replica could continue the response's stream.
         ends_with_context: a limit beyond the context's length means its end, not an error.
     """
     model = check_model(frontend, request.model)
-    all_ignored = [*_ignored_fields(frontend, request), *ignored]
+    all_ignored = [*_ignored_fields(frontend, request, unknown), *ignored]
     params = request.sampling_params(frontend.defaults, default_max_tokens)
     params = frontend.chat.with_thinking_budget(params, prompts[0].text or "")
     if len(prompts) * params.n > MAX_COMPLETIONS:
@@ -136,10 +139,13 @@ def check_model(frontend: ServerContext, name: str | None) -> str:
     )
 
 
-def _ignored_fields(frontend: ServerContext, request: GenerationRequest) -> list[str]:
+def _ignored_fields(
+    frontend: ServerContext, request: GenerationRequest, unknown: Sequence[str] | None
+) -> list[str]:
     """Return dotted names of ignored fields. Raises RequestError for those that must not be."""
     extra, known = request.model_extra or {}, type(request).model_fields
-    ignored = check_extra_fields(extra, known, frontend.settings.unknown_params)
+    nested = unknown_fields(request) if unknown is None else unknown
+    ignored = check_extra_fields(extra, known, frontend.settings.unknown_params, nested)
     if "speculative" in request.model_fields_set and request.speculative.enabled and not frontend.speculates:
         ignored.append("speculative")
     return ignored

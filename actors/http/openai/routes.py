@@ -19,6 +19,7 @@ from ..protocol.chat_completion import (
     check_tools,
     conversation,
     reading_of,
+    unused_fields,
 )
 from ..protocol.completion import OPENAI_MAX_TOKENS, CompletionRequest, CompletionShape
 from ..wire.json_io import JsonRoute
@@ -60,6 +61,7 @@ async def prepare_chat(
     http: Request,
     *,
     ignored: Sequence[str] = (),
+    unknown: Sequence[str] | None = None,
     resumable: bool = True,
     ends_with_context: bool = False,
 ) -> tuple[GenerationTask, AnswerParserFactory]:
@@ -69,11 +71,6 @@ async def prepare_chat(
     prompt = await frontend.engine.encoder.prompt(
         chat, truncate=body.truncation(frontend.engine.info.max_model_len)
     )
-    ignored_fields = [
-        f"chat_template_kwargs.{name}"
-        for name in chat.variables or ()
-        if not frontend.tokenizer.template_uses(name)
-    ]
     work = prepare(
         frontend,
         prefix,
@@ -81,7 +78,8 @@ async def prepare_chat(
         http,
         [prompt],
         default_max_tokens=None,
-        ignored=[*ignored, *ignored_fields],
+        ignored=[*ignored, *unused_fields(body, body.messages, frontend.tokenizer)],
+        unknown=unknown,
         resumable=resumable,
         ends_with_context=ends_with_context,
     )

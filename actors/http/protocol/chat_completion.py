@@ -5,11 +5,11 @@ A conversation's tools are in OpenAI's format: functions, and which of them must
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from ....cluster.errors import RequestError, brief
 from ....cluster.request.request import MAX_LOGPROBS, SamplingParams
@@ -19,6 +19,7 @@ from ...engine.outputs import CompletionOutput
 from ...tokenization.prompts import Chat, require_tokenizer
 from ...tokenization.tokenizer import Tokenizer
 from ..wire.json_io import Integer, JsonObject
+from ..wire.request_model import DESCRIPTIONS, RequestModel, unread_keys, without_nulls
 from .logprobs import chat_logprobs
 from .protocol import GenerationRequest
 from .tool_outputs import output_text
@@ -28,19 +29,25 @@ MAX_TOOLS = 512
 REASONING_FIELDS = ("reasoning", "reasoning_content")  # vLLM's name, and that of most others
 
 
-class FunctionTool(BaseModel):
-    """A function that the model may call; `parameters` is a JSON schema of its arguments (Any: JSON)."""
+class FunctionTool(RequestModel):
+    """A function that the model may call; `parameters` is a JSON schema of its arguments (Any: JSON).
 
-    model_config = ConfigDict(extra="allow")
+    Other fields are passed to the chat template, which usually writes all of them.
+    """
 
     name: Annotated[str, Field(pattern=TOOL_NAME)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any] | None, BeforeValidator(without_nulls)] = None
     strict: bool | None = None
 
+    def own_unknown_fields(self) -> Iterable[str]:
+        return ()
 
-class Tool(BaseModel):
+
+class Tool(RequestModel):
     """An entry of `tools`; functions are the only type."""
+
+    unread = ("cache_control",)
 
     type: Literal["function"] = "function"
     function: FunctionTool
@@ -49,28 +56,59 @@ class Tool(BaseModel):
         return {"type": self.type, "function": self.function.model_dump(exclude_unset=True)}
 
 
-class NamedFunction(BaseModel):
+class NamedFunction(RequestModel):
     name: str
 
 
-class NamedTool(BaseModel):
+class NamedTool(RequestModel):
     """A `tool_choice` that names one function, which must then be called."""
 
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
-class ToolOptions(BaseModel):
+class AllowedTools(RequestModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(RequestModel):
+    """A `tool_choice` that offers some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+# Any: a validator sees raw JSON.
+def _form_of_choice(value: Any) -> str:
+    if isinstance(value, NamedTool | AllowedToolsChoice):
+        return "[named]" if isinstance(value, NamedTool) else "[allowed]"
+    if isinstance(value, dict):
+        return "[allowed]" if value.get("type") == "allowed_tools" else "[named]"
+    return "[word]"
+
+
+# The brackets keep the forms out of the paths in errors (`wire/errors.py`).
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("[word]")]
+    | Annotated[NamedTool, Tag("[named]")]
+    | Annotated[AllowedToolsChoice, Tag("[allowed]")],
+    Discriminator(_form_of_choice),
+]
+
+
+class ToolOptions(RequestModel):
     """Fields about tools of requests that take messages.
 
     Attributes:
         tools: functions that the model may call.
-        tool_choice: none, auto (the model's choice), required, or one function by name.
+        tool_choice: none, auto (the model's choice), required, one function by name, or `allowed_tools`: the
+            functions that are offered, and whether one of them must be called.
         parallel_tool_calls: false: at most one call.
     """
 
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
@@ -85,26 +123,47 @@ class ToolOptions(BaseModel):
         choice = self.tool_choice
         if not names and not (choice is None or choice in ("none", "auto")):
             raise RequestError("tool_choice needs tools: send some, or leave it out.", param="tool_choice")
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise RequestError(
-                f"tool_choice.function.name: {brief(choice.function.name)} is no tool. Tools: "
-                f"{', '.join(map(brief, names))}.",
-                param="tool_choice.function.name",
-            )
+        for at, name in self._chosen_names():
+            if name not in names:
+                raise RequestError(
+                    f"{at}: {brief(name)} is no tool. Tools: {', '.join(map(brief, names))}.", param=at
+                )
         return self
+
+    def _chosen_names(self) -> Iterator[tuple[str, str]]:
+        """Yield the functions that `tool_choice` names, with their paths."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            yield "tool_choice.function.name", choice.function.name
+        elif isinstance(choice, AllowedToolsChoice):
+            for i, tool in enumerate(choice.allowed_tools.tools):
+                yield f"tool_choice.allowed_tools.tools.{i}.function.name", tool.function.name
 
     @property
     def choice(self) -> Literal["none", "auto", "required"]:
         """Whether tools may or must be called; a named one must be."""
-        if not self.tools or self.tool_choice == "none":
+        choice = self.tool_choice
+        if not self.tools or choice == "none":
             return "none"
-        return "auto" if self.tool_choice in (None, "auto") else "required"
+        if isinstance(choice, AllowedToolsChoice):
+            return choice.allowed_tools.mode
+        return "auto" if choice in (None, "auto") else "required"
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the prompt lists: all, or the allowed ones."""
+        tools = self.tools or []
+        if self.choice == "none":
+            return []
+        if not isinstance(self.tool_choice, AllowedToolsChoice):
+            return tools
+        allowed = {name for _, name in self._chosen_names()}
+        return [tool for tool in tools if tool.function.name in allowed]
 
     @property
     def available_tools(self) -> list[FunctionTool]:
-        if self.choice == "none":
-            return []
-        functions = [tool.function for tool in self.tools or ()]
+        """The functions that may be called."""
+        functions = [tool.function for tool in self.offered_tools]
         if isinstance(self.tool_choice, NamedTool):
             return [each for each in functions if each.name == self.tool_choice.function.name]
         return functions
@@ -129,37 +188,41 @@ def _whether_logprobs(value: Any) -> Any:
     )
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(RequestModel):
     """A called function; `arguments` is JSON as text or parsed (Any: `tokenization/client_messages.py`)."""
 
     name: str
     arguments: Any = None
 
 
-class ToolCall(BaseModel):
+class ToolCall(RequestModel):
     """A call that the model has made, sent back by the client."""
 
-    model_config = ConfigDict(extra="allow")
-
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Annotated[Literal["function"], BeforeValidator(lambda value: value or "function")] = "function"
     function: CalledFunction
+
+    def own_unknown_fields(self) -> Iterable[str]:
+        return ()
 
     def for_template(self) -> dict[str, Any]:
         function = {"name": self.function.name, "arguments": self.function.arguments}
         return {**self.model_dump(exclude={"function"}, exclude_none=True), "function": function}
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(RequestModel):
     """One message. Other fields (name, tool_call_id ...) are passed to the chat template."""
-
-    model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+
+    def own_unknown_fields(self) -> Iterable[str]:
+        parts = self.content if isinstance(self.content, list) else ()
+        texts = (part for part in parts if part.get("type") in TEXT_PARTS)  # a tool's may be of any type
+        return (f"content.{name}" for part in texts for name in unread_keys(part, "text"))
 
     def for_template(self, at: str) -> dict[str, Any]:
         """Return the content as one string, and the reasoning under each usual name."""
@@ -278,10 +341,27 @@ def conversation(
         options.add_generation_prompt,
         options.continue_final_message,
         variables,
-        tools=[tool.for_template() for tool in options.tools or ()] if options.available_tools else None,
+        tools=[tool.for_template() for tool in options.offered_tools] or None,
         documents=options.documents,
         template=options.chat_template,
     )
+
+
+def unused_fields(
+    options: ChatTemplateOptions, messages: Sequence[ChatMessage], tokenizer: Tokenizer
+) -> list[str]:
+    """Return dotted names of what is passed to the chat template, which does not mention it."""
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    passed = [f"chat_template_kwargs.{name}" for name in options.chat_template_kwargs or ()]
+    for at, parts in (("messages", messages), ("messages.tool_calls", calls)):
+        passed += [
+            f"{at}.{name}" for part in parts for name in part.model_extra or () if name not in DESCRIPTIONS
+        ]
+
+    def is_used(name: str) -> bool:
+        return tokenizer.template_uses(name) or name in (options.chat_template or "")
+
+    return [at for at in dict.fromkeys(passed) if not is_used(at.rpartition(".")[2])]
 
 
 def _text(part: Mapping[str, Any], at: str) -> str:
@@ -323,7 +403,7 @@ def chat_params(chat: ChatModel, body: ChatRequest, params: SamplingParams, prom
                 param=constraint.field,
             )
         # A named function is called once, as in OpenAI's API.
-        several = body.tool_choice == "required" and body.parallel_tool_calls is not False
+        several = not isinstance(body.tool_choice, NamedTool) and body.parallel_tool_calls is not False
         forced = chat.forced_call_grammar(prompt, body.schemas, parallel=several)
         return replace(params, structured_outputs=forced)
     strict = {tool.name for tool in body.available_tools if tool.strict}

@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from ....cluster.errors import RequestError, brief_name, did_you_mean
 from ....cluster.request.caller import REQUEST_ID
@@ -25,6 +25,7 @@ from ....cluster.request.structured_outputs import CONSTRAINTS, StructuredOutput
 from ...tokenization.generation_config import GenerationDefaults
 from ..config.settings import UnknownParams
 from ..wire.json_io import Integer, Number, TokenIds, no_booleans, types_of
+from ..wire.request_model import RequestModel
 
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORD_CHARS = 256
@@ -67,12 +68,12 @@ def no_boolean(field: str) -> Callable[[Any], Any]:
     return check
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(RequestModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class Speculative(BaseModel):
+class Speculative(RequestModel):
     """Options of speculation for one request. The answer does not depend on them.
 
     Attributes:
@@ -107,7 +108,7 @@ class Speculative(BaseModel):
         return self.max_tokens if self.enabled else 0
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(RequestModel):
     """A schema and its name. The answer follows the schema with or without `strict`."""
 
     name: str | None = None
@@ -116,36 +117,54 @@ class JsonSchemaFormat(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    """OpenAI's field. Structural tags have `structures` and `triggers` in addition to `type`."""
+class ResponseFormat(RequestModel):
+    """OpenAI's field; a schema may also be in `schema`, as for llama.cpp, Together and Fireworks.
 
-    model_config = ConfigDict(extra="allow")
+    Structural tags have `structures` and `triggers` in addition to `type`.
+    """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")  # Any: JSON
 
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") == (self.json_schema is None):
-            needs = "needs" if self.type == "json_schema" else "takes no"
+        has_schema = self.json_schema is not None or self.schema_ is not None
+        if self.type == "json_schema" and not has_schema:
             raise RequestError(
-                f'response_format: type "{self.type}" {needs} json_schema.',
-                param="response_format.json_schema",
+                'response_format: type "json_schema" needs json_schema.', param="response_format.json_schema"
+            )
+        for name, value in (("json_schema", self.json_schema), ("schema", self.schema_)):
+            if value is not None and not (
+                self.type == "json_schema" or (self.type, name) == ("json_object", "schema")
+            ):
+                raise RequestError(
+                    f'response_format: type "{self.type}" takes no {name}.', param=f"response_format.{name}"
+                )
+        if self.json_schema is not None and self.schema_ is not None:
+            raise RequestError(
+                "response_format: json_schema and schema are two schemas. Send one of them.",
+                param="response_format.schema",
             )
         return self
 
+    def own_unknown_fields(self) -> Iterable[str]:
+        return () if self.type == "structural_tag" else super().own_unknown_fields()
+
     def constraint(self) -> StructuredOutputsParams | None:
-        if self.type == "json_object":
-            return StructuredOutputsParams(json_object=True, sent_as="response_format")
         if self.json_schema is not None:
             schema = self.json_schema.json_schema
             return StructuredOutputsParams(json=schema, sent_as="response_format.json_schema.schema")
+        if self.schema_ is not None:
+            return StructuredOutputsParams(json=self.schema_, sent_as="response_format.schema")
+        if self.type == "json_object":
+            return StructuredOutputsParams(json_object=True, sent_as="response_format")
         if self.type == "structural_tag":
             return StructuredOutputsParams(structural_tag=self.model_extra or {}, sent_as="response_format")
         return None
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(RequestModel):
     """vLLM's field; see `StructuredOutputsParams`."""
 
     model_config = ConfigDict(extra="forbid")
@@ -166,7 +185,7 @@ class StructuredOutputs(BaseModel):
         return StructuredOutputsParams(**fields) if is_used else None
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(RequestModel):
     """The fields that completions and chat have in common. None means: the server's default.
 
     Attributes:
@@ -187,8 +206,6 @@ class GenerationRequest(BaseModel):
         speculative: false decodes without drafts; or bounds, targets and a trace. The answer is the same.
         store: false: nothing of this request is captured, where a server does that (`--capture`).
     """
-
-    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     stream: bool = False
@@ -359,8 +376,13 @@ NEVER: Mapping[str, tuple[object, str]] = {
 SILENT = frozenset({"user", "metadata", "session_id", "safety_identifier", "service_tier"})
 
 
-def check_extra_fields(extra: Mapping[str, Any], known: Iterable[str], policy: UnknownParams) -> list[str]:
-    """Return unknown, ignored fields. Raises RequestError for those that must not be ignored."""
+def check_extra_fields(
+    extra: Mapping[str, Any], known: Iterable[str], policy: UnknownParams, nested: Iterable[str] = ()
+) -> list[str]:
+    """Return unknown, ignored fields. Raises RequestError for those that must not be ignored.
+
+    `nested`: dotted names of those within objects.
+    """
     for name, value in extra.items():
         if name in NEVER and value is not None and value != NEVER[name][0]:
             raise RequestError(f"{name} is not supported. {NEVER[name][1]}", param=name)
@@ -371,6 +393,7 @@ def check_extra_fields(extra: Mapping[str, Any], known: Iterable[str], policy: U
                 param=name,
             )
     unknown = [name for name in extra if not (name in REFUSED or name in NEVER or name in SILENT)]
+    unknown += nested
     if unknown and policy == "reject":
         hint = did_you_mean(unknown[0], [*known, *REFUSED, *NEVER, *SILENT], fallback="Leave it out.")
         name = brief_name(unknown[0])

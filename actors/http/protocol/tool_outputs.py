@@ -25,11 +25,21 @@ class TranslatedMessages:
     names: dict[str, str] = field(default_factory=dict[str, str])
     # types of skipped items, as X-Ignored-Params names them
     skipped: list[str] = field(default_factory=list[str])
+    # dotted names of unknown fields in items
+    unknown: list[str] = field(default_factory=list[str])
     is_open: bool = False  # whether the last message is the beginning of the answer
 
     def add(self, message: JsonObject, name: str) -> None:
         self.names[f"messages.{len(self.messages)}"] = name
         self.messages.append(message)
+
+    def skip(self, name: str) -> None:
+        if name not in self.skipped:
+            self.skipped.append(name)
+
+    def note_unknown(self, name: str) -> None:
+        if name not in self.unknown:
+            self.unknown.append(name)
 
 
 def required_text(part: Mapping[str, Any], name: str, at: str) -> str:  # Any: JSON.

@@ -30,6 +30,8 @@ _ITEM_PREFIXES = {
     "function": "fc_",
     "custom": "ctc_",
     "local_shell": "lsh_",
+    "shell": "sh_",
+    "apply_patch": "apc_",
 }
 _CALL_TEXTS = {"function_call": "arguments", "custom_tool_call": "input"}  # of items that have a text
 _PARTS = {"reasoning": "reasoning_text", "content": "output_text", "call": "function_call_arguments"}

@@ -16,13 +16,14 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from ....cluster.errors import RequestError
 from ..generation.chat_adapter import SupportedOptions, chat_request, rename_error_fields
 from ..protocol.chat_completion import ChatRequest
 from ..protocol.tool_outputs import TranslatedMessages, output_text, required_text
 from ..wire.json_io import Integer, JsonObject
+from ..wire.request_model import RequestModel, unread_keys, without_nulls
 from .tools import INPUT, ClientTools, flat_name
 
 NOTHING_STORED = "This server keeps no responses: send the whole conversation in `input`."
@@ -61,38 +62,41 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
+    "response_format.schema": "text.format.schema",
     "reasoning_effort": "reasoning.effort",
     "tool_choice.function": "tool_choice",
 }
 
 
-class ReasoningOptions(BaseModel):
+class ReasoningOptions(RequestModel):
     """Options of reasoning. There are no summaries: the reasoning itself is returned."""
-
-    model_config = ConfigDict(extra="allow")
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class TextFormat(BaseModel):
-    """`type`, and the name and schema of a json_schema."""
-
-    model_config = ConfigDict(extra="allow")
+class TextFormat(RequestModel):
+    """`type`, and the name and schema of a json_schema; a schema is also taken with json_object."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None  # Any: JSON
+    strict: bool | None = None
 
 
-class TextOptions(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class TextOptions(RequestModel):
     format: TextFormat = Field(default_factory=TextFormat)
 
     def response_format(self) -> JsonObject | None:
         """Return the format for a chat, where a schema and its name are one level deeper."""
-        if self.format.type == "text":
+        format = self.format
+        if format.type == "text":
             return None
-        rest = dict(self.format.model_extra or {})
-        return {"type": self.format.type, **({"json_schema": rest} if rest else {})}
+        fields = format.model_dump(by_alias=True, exclude_none=True, include=set(TextFormat.model_fields))
+        kind = fields.pop("type")
+        if kind == "json_object":
+            return {"type": kind, **({"schema": format.schema_} if format.schema_ is not None else {})}
+        return {"type": kind, **({"json_schema": fields} if fields else {})}
 
 
 # Any: a validator sees raw JSON.
@@ -104,9 +108,7 @@ def _input_list(value: Any) -> Any:
     return value
 
 
-class ResponsesRequest(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class ResponsesRequest(RequestModel):
     input: Annotated[
         list[dict[str, Any]], BeforeValidator(_input_list, json_schema_input_type=str | list[Any])
     ]
@@ -132,13 +134,15 @@ class ResponsesRequest(BaseModel):
         """Return the names of ignored fields that SDKs send by themselves."""
         found = [*self.client_tools.left_out, *(["store"] if self.store else [])]
         found += [f"include.{name}" for name in self.include or () if name != "reasoning.encrypted_content"]
-        found += ["reasoning.summary"] if self._requests(self.reasoning, "summary") else []
-        found += ["text.verbosity"] if self._requests(self.text, "verbosity") else []
         is_ignored = self._effort is not None and not (supported.effort or self._switches(supported))
         return [*found, "reasoning.effort"] if is_ignored else found
 
     def conversation(self) -> TranslatedMessages:
-        return read_items(self.instructions, self.input)
+        conversation = read_items(self.instructions, self.input)
+        if isinstance(self.tool_choice, dict):
+            for name in unread_keys(self.tool_choice, "name", "namespace", "mode", "tools"):
+                conversation.note_unknown(f"tool_choice.{name}")
+        return conversation
 
     def for_chat(self, conversation: TranslatedMessages, supported: SupportedOptions) -> ChatRequest:
         """Translate the body. Raises RequestError with this body's field names."""
@@ -197,10 +201,6 @@ class ResponsesRequest(BaseModel):
         own = (self.model_extra or {}).get("chat_template_kwargs") or {}
         return {"chat_template_kwargs": {"enable_thinking": False, **own}}
 
-    @staticmethod
-    def _requests(options: BaseModel | None, name: str) -> bool:
-        return options is not None and (options.model_extra or {}).get(name) is not None
-
 
 ROLES = ("user", "assistant", "system", "developer")
 PARTS = ("reasoning_content", "content", "tool_calls")  # of an answer, in order
@@ -224,6 +224,7 @@ class _Reader:
         self.conversation = TranslatedMessages()
 
     def read(self, item: Mapping[str, Any], at: str) -> None:
+        item = without_nulls(item)
         kind = "item_reference" if item.keys() == {"id"} else "message"
         if item.get("type") is not None:
             kind = required_text(item, "type", at)
@@ -237,8 +238,16 @@ class _Reader:
         elif kind in TEXT_OUTPUTS or (kind.endswith("_call_output") and _call_id(item)):
             id = _call_id(item) or required_text(item, "call_id", at)
             self.conversation.add({"role": "tool", "tool_call_id": id, "content": _output(item, at)}, at)
-        elif f"input.{kind}" not in self.conversation.skipped:
-            self.conversation.skipped.append(f"input.{kind}")
+        else:
+            self.conversation.skip(f"input.{kind}")
+            return
+        for name in unread_keys(item, *_read_keys(kind)):
+            self.conversation.note_unknown(f"input.{name}")
+        for field in ("content", "summary"):
+            parts = item.get(field)
+            for part in parts if isinstance(parts, list) else ():
+                for name in unread_keys(part, "text"):
+                    self.conversation.note_unknown(f"input.{field}.{name}")
 
     def _read_message(self, item: Mapping[str, Any], at: str) -> None:
         role, text = item.get("role"), text_of(item.get("content"), f"{at}.content")
@@ -273,6 +282,16 @@ class _Reader:
         if last["role"] != "assistant" or any(last.get(name) for name in without):
             self.conversation.add({"role": "assistant", "content": ""}, at)
         return messages[-1]
+
+
+def _read_keys(kind: str) -> tuple[str, ...]:
+    if kind == "message":
+        return "role", "content"
+    if kind == "reasoning":
+        return "content", "summary"
+    if kind.endswith("_output"):
+        return "call_id", "output", "name", "namespace", "max_output_length"
+    return "call_id", "name", "namespace", "arguments", "input", "action", "operation", "environment"
 
 
 def text_of(content: Any, at: str) -> str:  # Any: JSON.
@@ -341,4 +360,4 @@ def _output(item: Mapping[str, Any], at: str) -> str:
     output = item.get("output")
     if item["type"] in TEXT_OUTPUTS or isinstance(output, str):
         return output_text(output, f"{at}.output")
-    return json.dumps(output, ensure_ascii=False)
+    return json.dumps(without_nulls(output), ensure_ascii=False)

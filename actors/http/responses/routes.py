@@ -11,6 +11,7 @@ from ..generation.server_context import ServerContext
 from ..openai.routes import prepare_chat
 from ..protocol.chat_completion import ChatRequest
 from ..wire.json_io import JsonObject, JsonRoute
+from ..wire.request_model import unknown_fields
 from .event_writer import PREFIX, ResponseWriter
 from .request import NAMES, ResponsesRequest
 
@@ -27,8 +28,9 @@ def response_routes(frontend: ServerContext) -> APIRouter:
         chat = body.for_chat(conversation, supported)
         with rename_error_fields({**NAMES, **conversation.names}):
             ignored = [*body.ignored(supported), *conversation.skipped]
+            unknown = [*unknown_fields(body), *conversation.unknown]
             work, parser_factory = await prepare_chat(
-                frontend, PREFIX, chat, http, ignored=ignored, resumable=False
+                frontend, PREFIX, chat, http, ignored=ignored, unknown=unknown, resumable=False
             )
             run = GenerationRun(frontend, work)
             writer = ResponseWriter(response_fields(body, chat, run), body.client_tools, run.metrics)
@@ -52,7 +54,9 @@ def response_routes(frontend: ServerContext) -> APIRouter:
 def response_fields(body: ResponsesRequest, chat: ChatRequest, run: GenerationRun) -> JsonObject:
     """Return all fields of the SDKs' response model except those that grow (`event_writer.py`)."""
     params = run.work.params
-    text = body.text.model_dump() if body.text else {"format": {"type": "text"}}
+    text = (
+        body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {"format": {"type": "text"}}
+    )
     return {
         "id": run.work.id,
         "object": "response",

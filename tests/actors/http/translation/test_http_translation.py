@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import typing
 from dataclasses import replace
 from typing import Any
 
+import jsonschema
 import pytest
+import typing_extensions
+from anthropic.types.beta import BetaContentBlockParam, BetaMemoryTool20250818Command
 from manta.actors.http.anthropic.request import MessagesRequest
 from manta.actors.http.generation.chat_adapter import SupportedOptions, rename_error_fields
-from manta.actors.http.protocol.chat_completion import ChatRequest
+from manta.actors.http.protocol.chat_completion import ChatRequest, NamedTool, conversation
+from manta.actors.http.protocol.protocol import constraint_of
 from manta.actors.http.responses.request import ResponsesRequest
 from manta.actors.tokenization.client_messages import parse_arguments
 from manta.cluster.errors import RequestError
@@ -23,6 +29,7 @@ TALK = [
     {"role": "tool", "tool_call_id": "c1", "content": "rain"},
     {"role": "user", "content": "So?"},
 ]
+USER = {"role": "user", "content": "x"}
 ALL = SupportedOptions(effort=True, switch=True, thinks=True)
 NONE = SupportedOptions(effort=False, switch=False, thinks=False)
 
@@ -242,6 +249,134 @@ def test_client_side_tools_become_functions() -> None:
         assert named is not None and not isinstance(named, str) and named.function.name == name
 
 
+def test_the_shell_and_patches_are_functions_whose_calls_are_read_back() -> None:
+    tools = [{"type": "shell", "environment": {"type": "local"}}, {"type": "apply_patch"}]
+    request = ResponsesRequest.model_validate({"input": "x", "tools": tools})
+    commands = {"commands": ["ls", "pwd"], "timeout_ms": 5}
+    patch = {"type": "update_file", "path": "a", "diff": "@@\n-x\n+y"}
+    given = [
+        request.client_tools.called(name).call_item("c1", json.dumps(arguments))
+        for name, arguments in (("shell", commands), ("apply_patch", patch))
+    ]
+    assert [item["type"] for item in given] == ["shell_call", "apply_patch_call"]
+    (answer,) = said(responses(input=given, tools=tools))
+    assert [call["function"]["arguments"] for call in answer["tool_calls"]] == [commands, patch]
+    chosen = responses(input="x", tools=tools, tool_choice={"type": "apply_patch"}).tool_choice
+    assert isinstance(chosen, NamedTool) and chosen.function.name == "apply_patch"
+    without_diff = request.client_tools.called("apply_patch").call_item("c1", '{"type": "update_file"}')
+    assert without_diff["type"] == "function_call"
+    hosted = {"type": "shell", "environment": {"type": "container_auto"}}
+    assert ResponsesRequest.model_validate({"input": "x", "tools": [hosted]}).ignored(NONE) == ["tools.shell"]
+
+
+MEMORY_COMMANDS = typing.get_args(typing.get_args(BetaMemoryTool20250818Command)[0])
+
+
+@pytest.mark.parametrize(
+    "kind", ["bash_20250124", "text_editor_20241022", "text_editor_20250728", "memory_20250818"]
+)
+def test_tools_that_anthropic_defines_and_clients_run_are_functions(kind: str) -> None:
+    chat = messages(messages=[USER], tools=[{"type": kind, "name": kind[:6], "strict": True}])
+    assert chat.tools is not None
+    (tool,) = (each.function for each in chat.tools)
+    assert tool.name == kind[:6] and tool.strict and tool.description and tool.parameters is not None
+    jsonschema.Draft202012Validator.check_schema(tool.parameters)
+    if kind.startswith("memory"):
+        fields = {name for command in MEMORY_COMMANDS for name in command.model_fields}
+        assert set(tool.parameters["properties"]) == fields
+        assert set(tool.parameters["properties"]["command"]["enum"]) == {
+            typing.get_args(command.model_fields["command"].annotation)[0] for command in MEMORY_COMMANDS
+        }
+    is_old = kind == "text_editor_20241022"
+    assert ("undo_edit" in str(tool.parameters)) == is_old
+
+
+def test_blocks_of_anthropics_servers_are_skipped_and_named_and_texts_are_kept() -> None:
+    kinds = {
+        typing.get_args(typing.get_type_hints(each)["type"])[0]
+        for each in typing.get_args(BetaContentBlockParam)
+        if typing_extensions.is_typeddict(each)
+    }
+    named = kinds - {"text", "thinking", "tool_use", "search_result"}
+    assert len(named) == 20
+    blocks = [{"type": kind, "id": "x", "tool_use_id": "x"} for kind in sorted(named)]
+    body: dict[str, Any] = {
+        "max_tokens": 9,
+        "messages": [
+            USER,
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "text": "a"}, *blocks, {"type": "text", "text": "b"}],
+            },
+            {"role": "assistant", "content": [{"type": "compaction", "content": "Before that, x."}]},
+        ],
+    }
+    read = MessagesRequest.model_validate(body).conversation()
+    assert sorted(read.skipped) == sorted(f"messages.{kind}" for kind in named)
+    assert [message["content"] for message in read.messages] == ["x", "a\nb", "Before that, x."]
+    of_user = [
+        each for each in blocks if each["type"] not in ("image", "document", "search_result", "tool_result")
+    ]
+    body["messages"] = [{"role": "user", "content": [{"type": "text", "text": "a"}, *of_user]}]
+    read = MessagesRequest.model_validate(body).conversation()
+    assert [message["content"] for message in read.messages] == ["a"]
+    assert {f"messages.{each['type']}" for each in of_user} == set(read.skipped)
+
+
+ALLOWED = [{"type": "function", "name": "f"}, {"type": "custom", "name": "p"}]
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_those_that_are_offered(mode: str) -> None:
+    names = ("f", "g", "p")
+    tools = [{"type": "custom" if name == "p" else "function", "name": name} for name in names]
+    chat_tools = [{"type": "function", "function": {"name": name}} for name in names]
+    allowed = [{"type": "function", "function": {"name": name}} for name in ("f", "p")]
+    choice = {"type": "allowed_tools", "mode": mode, "tools": ALLOWED}
+    one = responses(input="x", tools=tools, tool_choice=choice)
+    other = ChatRequest.model_validate(
+        {
+            "messages": [USER],
+            "tools": chat_tools,
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}},
+        }
+    )
+    for chat in (one, other):
+        assert chat.choice == mode and [tool.name for tool in chat.available_tools] == ["f", "p"]
+        assert [tool["function"]["name"] for tool in conversation(chat, chat.messages, None).tools or ()] == [
+            "f",
+            "p",
+        ]
+    hosted = {"type": "web_search"}
+    only_hosted = {"type": "allowed_tools", "mode": mode, "tools": [hosted]}
+    if mode == "auto":
+        assert responses(input="x", tools=[*tools, hosted], tool_choice=only_hosted).tool_choice == "none"
+    else:
+        with pytest.raises(RequestError, match=r"tool_choice\.allowed_tools\.tools|tool_choice"):
+            responses(input="x", tools=[*tools, hosted], tool_choice=only_hosted)
+
+
+def test_a_schema_is_honored_wherever_servers_take_it() -> None:
+    def constraint(chat: ChatRequest) -> Any:
+        return constraint_of(chat.response_format, chat.structured_outputs)
+
+    for kind in ("json_object", "json_schema"):
+        chat = ChatRequest.model_validate(
+            {"messages": [USER], "response_format": {"type": kind, "schema": SCHEMA}}
+        )
+        assert constraint(chat).json == SCHEMA
+    of_responses = responses(input="x", text={"format": {"type": "json_object", "schema": SCHEMA}})
+    beta = messages(messages=[USER], output_format={"type": "json_schema", "schema": SCHEMA})
+    assert constraint(of_responses).json == constraint(beta).json == SCHEMA
+
+
+@pytest.mark.parametrize("kind", [None, "", "function"])
+def test_a_call_of_the_history_needs_no_type(kind: str | None) -> None:
+    called = {**CALL, "type": kind}
+    chat = ChatRequest.model_validate({"messages": [USER, {"role": "assistant", "tool_calls": [called]}]})
+    assert said(chat)[1]["tool_calls"] == [CALL]
+
+
 def test_calls_of_every_kind_of_tool_are_part_of_the_conversation() -> None:
     """Answers of other servers, where a session may have begun."""
     chat = responses(
@@ -309,9 +444,6 @@ def test_an_error_names_a_field_consistently() -> None:
     assert raised.value.message == "input: the prompt is too long."
 
 
-USER = {"role": "user", "content": "x"}
-
-
 @pytest.mark.parametrize("reference", [{"type": "item_reference", "id": "msg_1"}, {"id": "fc_1"}])
 def test_references_to_items_are_skipped_and_named(reference: dict[str, str]) -> None:
     output = {"type": "function_call_output", "call_id": "c1", "output": "rain"}
@@ -355,6 +487,31 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (messages, {"messages": [USER], "tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name"),
     (messages, {"messages": [USER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
     (messages, {"messages": [USER], "container": "c"}, "container"),
+    (messages, {"messages": [USER], "thread": {"type": "continue", "previous_message_id": "x"}}, "thread"),
+    (messages, {"messages": [USER], "tools": [{"type": "computer_20251124", "name": "computer"}]}, "tools"),
+    (
+        messages,
+        {
+            "messages": [USER],
+            "output_format": {"type": "json_schema", "schema": SCHEMA},
+            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        },
+        "output_format",
+    ),
+    (
+        responses,
+        {"input": "x", "tools": [NAMESPACE], "tool_choice": {"type": "allowed_tools", "mode": "auto"}},
+        "tool_choice.tools",
+    ),
+    (
+        responses,
+        {
+            "input": "x",
+            "tools": [NAMESPACE],
+            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": ALLOWED},
+        },
+        "tool_choice.tools.1",
+    ),
     (messages, {"messages": [{"role": "user", "content": []}]}, "messages"),
     (messages, {"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
     (messages, {"messages": [USER], "logprobs": True}, "logprobs"),
