@@ -8,13 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray import cloudpickle
-from support.jobs import chaos_job, job_process
 from support.jobs.chaos_job import ChaosJob, MakeJob, write_rows
 from support.jobs.job_process import JobProcess, StartJob
-
-for module in (chaos_job, job_process):
-    cloudpickle.register_pickle_by_value(module)  # engines do not find tests
 
 
 @pytest.fixture

@@ -26,7 +26,8 @@ from manta.jobs.batch import engine_pool
 from support.engines.ray_engines import actor_pids
 from support.jobs.batch_outputs import num_durable, read_results
 from support.jobs.chaos_job import ChaosJob, MakeJob, write_rows
-from support.jobs.job_process import WAIT_S, StartJob, wait_until
+from support.jobs.job_process import StartJob
+from support.waiting import WAIT_S, wait_until
 
 POINTS = int(os.environ.get("MANTA_CHAOS_POINTS", "1"))
 NUM_ROWS = 1000 if POINTS > 1 else 240
@@ -81,7 +82,7 @@ def wait_for_the_point(job: ChaosJob, is_running: Callable[[], bool]) -> None:
     engines = job.options.concurrency.minimum
     job.wait_until_slow(engines, is_running)
     at_least = job.num_tokens // MAX_TOKENS - 2 * job.max_num_seqs * engines
-    wait_until(lambda: num_durable(job.out) >= at_least, is_running)
+    wait_until(lambda: num_durable(job.out) >= at_least, is_running=is_running)
 
 
 @contextlib.contextmanager

@@ -12,16 +12,12 @@ from pathlib import Path
 
 import pytest
 import ray
-from ray import cloudpickle
 from ray._private import worker as ray_worker
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 from support.checkpoints.text_pair import make_text_pair
-from support.jobs import chaos_job
 from support.jobs.batch_outputs import read_results
 from support.jobs.chaos_job import ChaosJob, write_rows
-
-cloudpickle.register_pickle_by_value(chaos_job)  # engines do not find tests
 
 NUM_ROWS = 500
 SMALL = {"num_cpus": 1, "object_store_memory": 80 * 2**20}

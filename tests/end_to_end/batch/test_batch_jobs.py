@@ -22,7 +22,7 @@ from manta.jobs.batch.job import TimeUp, run_batch
 from manta.jobs.batch.options import BatchOptions
 from support.jobs.batch_outputs import read_results
 from support.jobs.chaos_job import ChaosJob, MakeJob
-from support.jobs.job_process import WAIT_S
+from support.waiting import WAIT_S
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

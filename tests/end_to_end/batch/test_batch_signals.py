@@ -15,7 +15,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from support.engines.small_ray import small_ray
 from support.jobs.batch_outputs import read_results
-from support.jobs.job_process import WAIT_S, JobProcess, StartJob, wait_until
+from support.jobs.job_process import JobProcess, StartJob
+from support.waiting import WAIT_S, wait_until
 
 NUM_ROWS = 3000
 SOME_ROWS = rf"[1-9]\d*/{NUM_ROWS} rows .* 0 failed; "
@@ -77,7 +78,7 @@ def test_a_job_that_is_stopped_while_loading_says_so_and_leaves_nothing(
     if moment == "ray":
         job.wait_for("loading the models")
     else:
-        wait_until(lambda: handles(job.process.pid, number), job.is_running)
+        wait_until(lambda: handles(job.process.pid, number), is_running=job.is_running)
     assert job.stop(number) == 128 + number, job.output
     assert f"stopped by {number.name}" in job.output
     assert "Traceback" not in job.output

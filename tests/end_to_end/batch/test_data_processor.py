@@ -25,7 +25,7 @@ from manta.jobs.batch.processor import EngineGroups, plan_engines
 from ray.util import placement_group_table
 from support.engines.ray_engines import actor_pids
 from support.engines.small_ray import small_ray
-from support.jobs.job_process import wait_until
+from support.waiting import wait_until
 
 ENGINE = {"dtype": "float32", "device": "cpu", "max_num_seqs": 8, "max_model_len": 256, "num_pages": 256}
 Pair: TypeAlias = tuple[Path, Path]

@@ -14,7 +14,8 @@ import pytest
 import torch
 from manta.jobs.cli import app
 from safetensors.torch import load_file, save_file
-from support.servers.deployed import BODY, REPLICA, Cluster, deployed, until
+from support.servers.deployed import BODY, REPLICA, Cluster, deployed
+from support.waiting import wait_until
 from typer.testing import CliRunner
 
 PROMPTS = ("def __init__(self", "import os\n", "class Reader:\n", "    for i in range(")
@@ -59,7 +60,7 @@ def test_a_drafter_is_replaced_under_load_and_answers_stay_the_same(
         for model in (good, bad, good):
             done = CliRunner().invoke(app, ["drafter", "deploy", str(model)])
             assert done.exit_code == 0, done.output
-            until(partial(drafts_with, cluster, model))
-        until(lambda: len(rounds) > 2)
+            wait_until(partial(drafts_with, cluster, model))
+        wait_until(lambda: len(rounds) > 2)
     assert set(rounds) == {json.dumps(texts)}
     assert cluster.pids(REPLICA) == before, "no replica was replaced"

@@ -23,29 +23,28 @@ from manta.actors.engine.uniproc_executor import make_executor
 from manta.cluster.batch.engine_pool_size import Concurrency
 from manta.cluster.config import EngineConfig
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor
-from manta.cluster.step.clock import MACHINE_CLOCK, EngineClock
-from manta.cluster.step.executor import DrafterHealth, Executor, ExecutorInfo
+from manta.cluster.step.clock import MACHINE_CLOCK
+from manta.cluster.step.executor import Executor
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 from manta.jobs.batch.options import BatchOptions
+from ray import cloudpickle
 
-from support.jobs.job_process import wait_until
+from support.engines import passing_executor
+from support.engines.cluster_checker import make_info
+from support.engines.passing_executor import PassingExecutor
 from support.paths import module_command
+from support.waiting import wait_until
 
 STEP_S, SLOW_STEP_S = 0.005, 2.0
 KILLER = [7, 7, 7, 7]  # a prompt
-INFO = ExecutorInfo(
-    num_pages=(512,),
-    page_size=16,
-    max_model_len=256,
-    vocab_size=384,
-    eos_token_ids=(),
-    num_speculative_tokens=0,
-    dtype="float32",
-    device="cpu",
-)
+SIZES = {"num_pages": (512,), "page_size": 16, "max_model_len": 256, "vocab_size": 384}
+INFO = make_info(**SIZES, eos_token_ids=(), num_speculative_tokens=0)
+
+for module in (sys.modules[__name__], passing_executor):
+    cloudpickle.register_pickle_by_value(module)  # engines do not find tests
 
 
-class CountingExecutor:
+class CountingExecutor(PassingExecutor):
     """Another executor, every token of which adds a byte to a file. A certain prompt kills the process.
 
     Args:
@@ -54,28 +53,17 @@ class CountingExecutor:
     """
 
     def __init__(self, inner: Executor, folder: Path, slow_from: int | None) -> None:
-        self._inner, self._folder, self._slow_from = inner, folder, slow_from
+        super().__init__(inner)
+        self._folder, self._slow_from = folder, slow_from
         self._file = os.open(folder / "counter", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-
-    @property
-    def info(self) -> ExecutorInfo:
-        return self._inner.info
-
-    @property
-    def clock(self) -> EngineClock:
-        return self._inner.clock
-
-    @property
-    def drafter_health(self) -> DrafterHealth:
-        return self._inner.drafter_health
 
     def submit(self, plan: SchedulerOutput) -> None:
         if any(request.token_ids.tolist()[: len(KILLER)] == KILLER for request in plan.admitted):
             os.kill(os.getpid(), signal.SIGKILL)
-        self._inner.submit(plan)
+        super().submit(plan)
 
     def collect(self) -> StepResult:
-        result = self._inner.collect()
+        result = super().collect()
         os.write(self._file, b"." * int(result.num_tokens.sum()))
         if self._slow_from is not None and os.fstat(self._file).st_size >= self._slow_from:
             (self._folder / f"slow-{os.getpid()}").touch()
@@ -83,12 +71,6 @@ class CountingExecutor:
             while not (self._folder / "released").exists() and time.monotonic() < until_s:
                 time.sleep(0.01)
         return result
-
-    def check_health(self) -> None:
-        self._inner.check_health()
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def make_counting(config: EngineConfig, folder: str, simulated: bool, slow_from: int | None) -> Executor:
@@ -163,7 +145,7 @@ class ChaosJob:
 
     def wait_until_slow(self, engines: int, is_running: Callable[[], bool]) -> None:
         """Wait until so many engines have computed rows at slow steps."""
-        wait_until(lambda: len(list(Path(self.folder).glob("slow-*"))) >= engines, is_running)
+        wait_until(lambda: len(list(Path(self.folder).glob("slow-*"))) >= engines, is_running=is_running)
 
     def release(self) -> None:
         """End slow steps, of engines to come too."""

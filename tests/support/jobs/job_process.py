@@ -9,21 +9,11 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-WAIT_S = 240.0  # a bound of hangs: nothing takes so long
-
-
-def wait_until(condition: Callable[[], bool], is_running: Callable[[], bool] = lambda: True) -> None:
-    """Poll until the condition holds. Fails when what should bring it about has ended."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert is_running() or condition(), "it ended before"
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.02)
+from support.waiting import WAIT_S, wait_until
 
 
 class JobProcess:
@@ -55,7 +45,9 @@ class JobProcess:
 
     def wait_for(self, pattern: str) -> None:
         """Wait until the output matches a regular expression."""
-        wait_until(lambda: bool(re.search(pattern, self.output)), self.is_running)
+        wait_until(
+            lambda: re.search(pattern, self.output), what=lambda: self.output, is_running=self.is_running
+        )
 
     def stop(self, number: signal.Signals) -> int:
         """Send a signal, and return the exit code."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.checkpoints.text_pair import VOCAB, make_text_pair
 from support.checkpoints.tiny import make_tiny_drafter
 from support.engines.small_ray import small_ray
+from support.waiting import WAIT_S, wait_until
 
 BODY = {"prompt": "def f(", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True}
-WAIT_S = 150.0
 REPLICA = "ServeReplica:manta:manta"  # the class of an engine's replica, in Ray's list of actors
 
 
@@ -126,13 +125,6 @@ class Cluster:
                 thread.join(WAIT_S)
 
 
-def until(true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.1)
-
-
 @contextmanager
 def deployed(folder: Path, **args: Any) -> Iterator[Cluster]:  # Any: settings
     """Start Ray, Serve and a `Cluster`; yield it when both replicas answer."""
@@ -144,9 +136,9 @@ def deployed(folder: Path, **args: Any) -> Iterator[Cluster]:  # Any: settings
         with small_ray(6, namespace="serve"):
             serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": cluster.port})
             cluster.deploy()
-            until(lambda: len(cluster.pids(REPLICA)) == 2)
-            until(lambda: httpx.get(f"{cluster.url}/health", timeout=10).status_code == 200)
-            until(lambda: len(cluster.replicas()) == 2)
+            wait_until(lambda: len(cluster.pids(REPLICA)) == 2)
+            wait_until(lambda: httpx.get(f"{cluster.url}/health", timeout=10).status_code == 200)
+            wait_until(lambda: len(cluster.replicas()) == 2)
             yield cluster
             serve.shutdown()
     finally:
