@@ -41,32 +41,6 @@ def test_the_models_end_token_is_returned_last_without_a_stop_reason() -> None:
     assert outputs.tokens["r"][-1] in EOS and outputs.ends["r"] == ("stop", None)
 
 
-@pytest.mark.parametrize("stop_token_ids", [(7,), EOS], ids=["its own", "an ignored end token"])
-def test_a_stop_token_of_the_request_is_the_stop_reason(stop_token_ids: tuple[int, ...]) -> None:
-    request = make_request("r", max_tokens=None, ignore_eos=True, stop_token_ids=stop_token_ids, seed=3)
-    outputs = open_engine(INFO).run(request)
-    last = outputs.tokens["r"][-1]
-    assert last in stop_token_ids and outputs.ends["r"] == ("stop", last)
-
-
-def test_nothing_stops_before_min_tokens() -> None:
-    seed = seed_with_stop_within(6)
-    request = make_request("r", max_tokens=40, min_tokens=20, seed=seed)
-    assert len(open_engine(INFO).run(request).tokens["r"]) > 20
-
-
-def test_max_tokens_beyond_the_context_is_reduced_to_the_remainder() -> None:
-    for max_tokens in (None, 10_000):
-        outputs = open_engine(INFO).run(make_request("r", max_tokens=max_tokens, ignore_eos=True))
-        assert len(outputs.tokens["r"]) == INFO.max_model_len - 3 and outputs.ends["r"][0] == "length"
-
-
-def test_without_max_tokens_a_sequence_grows_until_the_pages_are_used() -> None:
-    info = make_info(num_pages=(4,))
-    outputs = open_engine(info).run(make_request("r", max_tokens=None, ignore_eos=True))
-    assert len(outputs.tokens["r"]) == 4 * 4 + 1 - 3, "the last token needs no page"
-
-
 @pytest.mark.parametrize(
     ("prompt", "params", "error", "param", "words"),
     [
@@ -158,11 +132,6 @@ def test_completions_of_one_prompt_are_queued_together_or_not_at_all() -> None:
     assert engine.stats().waiting == 3
 
 
-def test_an_idle_engine_plans_nothing() -> None:
-    engine = open_engine(INFO)
-    assert engine.plan() is None and engine.step() == [] and not engine.has_unfinished
-
-
 def test_engine_stats_count_each_token_and_draft_once() -> None:
     engine = open_engine(INFO, survival=[1.0, 1.0, 0.0])
     engine.run(make_request("r", (2, 3), max_tokens=10, ignore_eos=True))
@@ -209,8 +178,6 @@ def test_a_snapshot_does_not_change() -> None:
     before = engine.stats()
     engine.run(make_request("r", max_tokens=5))
     assert before.steps == 0 and before.step_seconds["execute"] == 0.0 and not before.finished
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        before.steps = 1  # type: ignore[misc]
 
 
 def test_a_slot_gets_the_sampling_parameters_of_its_request() -> None:

@@ -355,16 +355,6 @@ def test_an_admitted_prompt_takes_no_more_pages_than_its_window_holds() -> None:
     assert plan.page_indices.tolist() == [*range(10), *range(5)]
 
 
-def test_admission_leaves_every_running_request_a_page_in_every_group() -> None:
-    groups = (FULL, KVCacheGroup(window=40))
-    for num_pages, enters in ((13, False), (14, True)):
-        engine = open_engine(make_info(page_groups=groups, num_pages=(num_pages,)), survival=[])
-        engine.add("a", (2, 3, 4), max_tokens=8, max_draft_tokens=0, **LONG)
-        engine.run_step()
-        engine.add("b", PROMPT[:20], max_tokens=1)
-        assert bool(engine.run_step().admitted) is enters
-
-
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("num_pages", [(28, 64), (64, 12)])
 def test_when_a_pool_is_exhausted_the_last_requests_are_recomputed_with_the_same_tokens(
@@ -375,21 +365,7 @@ def test_when_a_pool_is_exhausted_the_last_requests_are_recomputed_with_the_same
     engine = open_engine(info, max_num_batched_tokens=16)
     engine.check_outputs(*(engine.add(f"r{i}", PROMPT[i : i + 8], max_tokens=20, **LONG) for i in range(4)))
     assert engine.stats().preemptions > 0 and engine.stats().kv_usage == 0
-
-
-def test_an_abort_frees_the_pages_of_every_group() -> None:
-    groups = (FULL, KVCacheGroup(window=8), KVCacheGroup(1, 5))
-    engine = open_engine(make_info(page_groups=groups, num_pages=(64, 64), max_in_flight=2))
-    for name in ("a", "b"):
-        engine.add(name, PROMPT, max_tokens=20, **LONG)
-    for _ in range(3):
-        engine.step()
-    plan = engine.plan()
-    assert engine.stats().kv_usage > 0 and engine.abort("a") and engine.abort("b")
-    assert [pool.num_free for pool in engine.scheduler.kv_cache_manager.pools] == [64, 64]
-    if plan is not None:
-        engine.submit(plan)
-    assert engine.finish_step() == []
+    assert list(engine.outputs.ends) == ["r0", "r1", "r2", "r3"], "who came first ends first"
 
 
 def test_usage_is_that_of_the_fullest_pool() -> None:
@@ -446,27 +422,10 @@ def test_a_prefix_is_found_without_the_old_pages_of_its_window() -> None:
     known.pools[1].release([*range(8)])
     known.pools[1].allocate(8)
     assert known.hit() == 10  # the row at 40 sees 33 and more: pages 8 and 9
-    known.cache.check_invariants()
-
-
-def test_a_prefix_is_shorter_where_a_page_of_its_window_is_gone() -> None:
-    known = Known((FULL, KVCacheGroup(window=8)), [TEN, TEN])
     known.pools[1].release([8])
     known.pools[1].allocate(1)
-    assert known.hit() == 8
-    assert Known((FULL, KVCacheGroup(window=8)), [TEN, {2, 3, 5, 8}]).hit() == 4
-    assert Known((FULL, KVCacheGroup(window=8)), [TEN, {5, 8}]).hit() == 0
-    assert Known((FULL, KVCacheGroup(window=8)), [TEN, {0, 5, 8}]).hit() == 1
-
-
-def test_a_prefix_is_not_found_if_a_group_without_a_window_lacks_it() -> None:
-    assert Known((FULL, KVCacheGroup(window=8)), [TEN - {0}, TEN]).hit() == 0
-    assert Known((FULL, KVCacheGroup(window=8)), [TEN - {5}, TEN]).hit() == 5
-    assert Known((FULL, FULL), [TEN - {5}, TEN - {3}]).hit() == 3
-
-
-def test_a_prefix_is_found_by_its_end_if_no_group_sees_its_beginning() -> None:
-    assert Known((KVCacheGroup(window=8), KVCacheGroup(window=4)), [{8, 9}, {9}]).hit() == 10
+    assert known.hit() == 0, "one of these is gone, too"
+    known.cache.check_invariants()
 
 
 @given(
@@ -512,10 +471,3 @@ def test_a_running_prefix_is_shared_as_far_as_its_windows_reach() -> None:
     assert plan.num_computed.tolist() == [40, 40] and hold(engine, 1, slot=1) == (8, 11)
     books = engine.scheduler.kv_cache_manager
     assert books.pages(1, 0)[:2] == books.pages(1, 1)[:2] and books.pages(0, 0)[:10] == books.pages(0, 1)[:10]
-
-
-def test_a_reset_clears_every_group() -> None:
-    engine = open_engine(make_info(page_groups=(FULL, KVCacheGroup(1, 8)), num_pages=(64, 64)))
-    engine.run(make_request("a", PROMPT))
-    engine.reset_prefix_cache()
-    assert engine.run(make_request("b", PROMPT)).cached == {"b": 0}

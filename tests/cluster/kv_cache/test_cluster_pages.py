@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.cluster.kv_cache.prefix_cache import PagePool, PrefixCache
-from manta.cluster.pages.kv_cache_groups import KVCacheGroup, pages_for
+from manta.cluster.pages.kv_cache_groups import KVCacheGroup
 
 PAGE = 4
 
@@ -15,6 +15,12 @@ PAGE = 4
 @pytest.fixture
 def pool() -> PagePool:
     return PagePool(6)
+
+
+@pytest.fixture
+def cache(pool: PagePool) -> PrefixCache:
+    """A cache over one group without a window."""
+    return PrefixCache([pool], [KVCacheGroup()], PAGE)
 
 
 def tokens(*values: int) -> np.ndarray:
@@ -34,14 +40,7 @@ def found(cache: PrefixCache, digests: list[bytes]) -> list[int]:
     return pages
 
 
-@pytest.mark.parametrize(("count", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2)])
-def test_the_number_of_pages_is_rounded_up(count: int, pages: int) -> None:
-    assert pages_for(count, PAGE) == pages
-
-
-def test_free_pages_are_reused_before_cached_ones_oldest_first(
-    pool: PagePool,
-) -> None:
+def test_free_pages_are_reused_before_cached_ones_oldest_first(pool: PagePool) -> None:
     a, b, c = pool.allocate(3)
     evicted: list[int] = []
     pool.on_evict = evicted.append
@@ -77,8 +76,7 @@ def test_releasing_a_free_page_raises(pool: PagePool) -> None:
         pool.release([page])
 
 
-def test_the_longest_known_prefix_is_found(pool: PagePool) -> None:
-    cache = PrefixCache([pool], [KVCacheGroup()], PAGE)
+def test_the_longest_known_prefix_is_found(pool: PagePool, cache: PrefixCache) -> None:
     pages = pool.allocate(2)
     known = digests_of(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8))
     cache.insert(0, zip(known, pages, strict=True))
@@ -88,20 +86,17 @@ def test_the_longest_known_prefix_is_found(pool: PagePool) -> None:
     assert found(cache, digests_of(cache, tokens(9, 2, 3, 4, 5, 6, 7, 8))) == []
 
 
-def test_the_same_tokens_after_a_different_prefix_are_another_page(pool: PagePool) -> None:
-    cache = PrefixCache([pool], [KVCacheGroup()], PAGE)
+def test_the_same_tokens_after_a_different_prefix_are_another_page(cache: PrefixCache) -> None:
     one, two = digests_of(cache, tokens(1, 2, 3, 4, 1, 2, 3, 4))
     assert one != two
 
 
-def test_salts_share_no_pages(pool: PagePool) -> None:
-    cache = PrefixCache([pool], [KVCacheGroup()], PAGE)
+def test_salts_share_no_pages(cache: PrefixCache) -> None:
     same = tokens(1, 2, 3, 4)
     assert len({digests_of(cache, same, salt)[0] for salt in (None, "", "alice", "bob")}) == 4
 
 
-def test_an_evicted_page_is_not_found(pool: PagePool) -> None:
-    cache = PrefixCache([pool], [KVCacheGroup()], PAGE)
+def test_an_evicted_page_is_not_found(pool: PagePool, cache: PrefixCache) -> None:
     pages = pool.allocate(2)
     digests = digests_of(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8))
     cache.insert(0, zip(digests, pages, strict=True))
@@ -111,8 +106,7 @@ def test_an_evicted_page_is_not_found(pool: PagePool) -> None:
     cache.check_invariants()
 
 
-def test_duplicate_content_keeps_its_older_page(pool: PagePool) -> None:
-    cache = PrefixCache([pool], [KVCacheGroup()], PAGE)
+def test_duplicate_content_keeps_its_older_page(pool: PagePool, cache: PrefixCache) -> None:
     older, newer = pool.allocate(2)
     (digest,) = digests_of(cache, tokens(1, 2, 3, 4))
     cache.insert(0, [(digest, older), (digest, newer)])
@@ -120,8 +114,7 @@ def test_duplicate_content_keeps_its_older_page(pool: PagePool) -> None:
     cache.check_invariants()
 
 
-def test_a_cleared_cache_finds_nothing_and_its_pages_are_free(pool: PagePool) -> None:
-    cache = PrefixCache([pool], [KVCacheGroup()], PAGE)
+def test_a_cleared_cache_finds_nothing_and_its_pages_are_free(pool: PagePool, cache: PrefixCache) -> None:
     used, idle = pool.allocate(2)
     digests = digests_of(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8))
     cache.insert(0, zip(digests, (used, idle), strict=True))

@@ -1,6 +1,6 @@
 """Recurrent states: which are allocated and saved, where a hit begins, and that none is lost or shared.
 
-`state_checker.py` simulates real states; `test_cluster_properties.py` tests random workloads.
+`cluster_checker.py` simulates real states; `test_cluster_properties.py` tests random workloads.
 """
 
 from __future__ import annotations

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+from manta.cluster.pages.kv_cache_groups import KVCacheGroup
 from manta.cluster.step.scheduler_output import NOT_A_NUMBER, SchedulerOutput
 from support.engines.cluster_checker import make_info, make_request, open_engine
 
 LONG = {"ignore_eos": True}
 PROMPT = tuple(range(2, 22))  # 20 tokens: 5 pages
+POOLS = (KVCacheGroup(), KVCacheGroup(window=8), KVCacheGroup(1, 5))
 
 
 def admitted(plan: SchedulerOutput) -> list[str]:
@@ -67,30 +72,21 @@ def test_every_running_request_gets_a_row_before_any_gets_drafts() -> None:
     assert plan.num_rows.tolist() == [3, 1, 1, 1] and plan.num_drafts.tolist() == [2, 0, 0, 0]
 
 
-def test_drafts_are_bounded_by_the_remaining_tokens() -> None:
-    engine = open_engine(survival=[])
-    engine.add("r", max_tokens=4, **LONG)
-    assert [int(engine.run_step().num_drafts[0]) for _ in range(4)] == [0, 2, 1, 0]
-    assert not engine.has_unfinished
-
-
-def test_drafts_are_bounded_by_the_context_length() -> None:
-    engine = open_engine(make_info(max_model_len=7), survival=[])
-    engine.add("r", max_tokens=None, **LONG)
-    assert [int(engine.run_step().num_drafts[0]) for _ in range(4)] == [0, 2, 1, 0]
-
-
-def test_a_request_that_does_not_speculate_gets_the_same_tokens_without_drafts() -> None:
-    engine = open_engine()
-    engine.check_outputs(engine.add("r", max_tokens=20, max_draft_tokens=0))
-    assert engine.stats().num_drafts == 0
-
-
-def test_a_request_that_bounds_its_drafts_gets_no_more_and_the_same_tokens() -> None:
-    engine = open_engine(survival=[])
-    bounded = engine.add("r", max_tokens=20, max_draft_tokens=2)
-    assert [int(engine.run_step().num_drafts[0]) for _ in range(3)] == [0, 2, 2]
-    engine.check_outputs(bounded)
+@pytest.mark.parametrize(
+    ("max_model_len", "fields", "drafts"),
+    [
+        (64, {"max_tokens": 4}, [0, 2, 1, 0]),
+        (7, {"max_tokens": None}, [0, 2, 1, 0]),
+        (64, {"max_tokens": 5, "max_draft_tokens": 2}, [0, 2, 2, 1, 0]),
+    ],
+    ids=["max_tokens", "context", "the request's own bound"],
+)
+def test_drafts_are_bounded_by_the_remaining_tokens(
+    max_model_len: int, fields: dict[str, Any], drafts: list[int]
+) -> None:
+    engine = open_engine(make_info(max_model_len=max_model_len), survival=[])
+    engine.add("r", **fields, **LONG)
+    assert [int(plan.num_drafts[0]) for plan in engine.run_steps(9)] == drafts
 
 
 def test_a_repeated_prompt_is_computed_only_from_its_last_page() -> None:
@@ -124,15 +120,6 @@ def test_generated_tokens_are_cached_for_later_prompts() -> None:
     assert outputs.cached == {"b": 32}
 
 
-def test_a_running_prefix_is_shared_before_its_request_ends() -> None:
-    engine = open_engine()
-    engine.add("a", PROMPT, max_tokens=20, **LONG)
-    engine.run_step()
-    engine.add("b", (*PROMPT, 2), max_tokens=20, **LONG)
-    plan = engine.run_step()
-    assert admitted(plan) == ["b"] and plan.num_computed.tolist()[1] == 20
-
-
 def test_another_salt_or_a_disabled_cache_finds_nothing() -> None:
     engine = open_engine()
     engine.run(make_request("a", PROMPT, cache_salt="alice"))
@@ -142,21 +129,13 @@ def test_another_salt_or_a_disabled_cache_finds_nothing() -> None:
 
 
 def test_a_reset_cache_finds_nothing_and_running_requests_continue() -> None:
-    engine = open_engine()
+    engine = open_engine(make_info(page_groups=POOLS, num_pages=(64, 64)))
     request = engine.add("a", PROMPT, max_tokens=20, **LONG)
     engine.run_step()
     engine.reset_prefix_cache()
     engine.add("b", PROMPT, max_tokens=2)
     engine.check_outputs(request)
     assert engine.outputs.cached["b"] == 0
-
-
-def test_when_pages_run_out_the_last_request_is_recomputed_with_the_same_tokens() -> None:
-    engine = open_engine(make_info(num_pages=(14,)))
-    requests = [engine.add(f"r{i}", PROMPT[i:], max_tokens=20, **LONG) for i in range(4)]
-    engine.check_outputs(*requests)
-    assert engine.stats().preemptions > 0
-    assert list(engine.outputs.ends) == [r.request_id for r in requests], "who came first ends first"
 
 
 def test_a_preempted_request_finds_its_own_pages_again() -> None:
@@ -177,8 +156,9 @@ def test_without_enough_pages_drafts_are_dropped_before_requests_are_preempted()
 
 
 def test_admission_leaves_every_running_request_a_page_to_grow() -> None:
-    for num_pages, enters in ((6, False), (7, True)):
-        engine = open_engine(make_info(num_pages=(num_pages,)), survival=[])
+    one, two = (KVCacheGroup(),), (KVCacheGroup(), KVCacheGroup(window=40))
+    for groups, num_pages, enters in ((one, 6, False), (one, 7, True), (two, 13, False), (two, 14, True)):
+        engine = open_engine(make_info(page_groups=groups, num_pages=(num_pages,)), survival=[])
         engine.add("a", (2, 3, 4), max_tokens=8, max_draft_tokens=0, **LONG)
         engine.run_step()
         engine.add("b", PROMPT, max_tokens=1)
@@ -198,17 +178,8 @@ def test_the_lowest_priority_is_preempted_whenever_it_arrived() -> None:
     assert list(engine.run(*requests).ends)[-1] == "r0" and engine.stats().preemptions > 0
 
 
-def test_no_more_requests_run_than_there_are_slots_or_rows() -> None:
-    for settings in ({"max_num_seqs": 3}, {"max_num_batched_tokens": 3}):
-        engine = open_engine(**settings)
-        for i in range(6):
-            engine.add(f"r{i}", (2,), max_tokens=20, **LONG)
-        engine.run_steps(4)
-        assert (engine.stats().running, engine.stats().waiting) == (3, 3)
-
-
 def test_an_abort_in_flight_frees_the_pages_and_drops_the_steps_results() -> None:
-    engine = open_engine()
+    engine = open_engine(make_info(page_groups=POOLS, num_pages=(64, 64)))
     engine.add("r", PROMPT, max_tokens=20)
     plan = engine.next_plan()
     assert engine.abort("r")
