@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import shutil
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -44,3 +47,18 @@ def named_in(text: str, package: tuple[str, ...]) -> frozenset[str]:
             source = ".".join([*above, *([node.module] if node.module else [])])
             names |= {f"{source}.{alias.name}" for alias in node.names}
     return frozenset(names)
+
+
+def run_python(script: str, *args: object, **environment: str) -> str:
+    """Return the output of a script in its own process; an empty variable is removed from the environment."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, args)],
+        cwd=ROOT,
+        env={k: v for k, v in {**os.environ, **environment}.items() if v},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
