@@ -62,7 +62,7 @@ class LLM:
         self._speculation_cache = SpeculationCache(self.config, self.info, self._engine)
         self._speculation_cache.measure_steps()
         self._processor = OutputProcessor(self.tokenizer, self._engine.clock)
-        self._grammars = GrammarFrontend.of(self.tokenizer, self.info)
+        self._grammars = GrammarFrontend.of(self.tokenizer, self.info, self.config)
         self._seeds = SeedSource(self.config.seed)
         self._ids = itertools.count()
         self._failures: dict[str, MantaError] = {}  # by request id, until raised or returned

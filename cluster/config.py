@@ -195,6 +195,47 @@ _NOT_WITH: Mapping[DraftMethod, tuple[str, ...]] = {
 }
 
 
+StructuredOutputsBackend = Literal["auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer"]
+# Keys of vLLM's `structured_outputs_config` that have no effect while they are not set.
+_ELSEWHERE = {
+    "reasoning_parser": "give reasoning_parser as a setting of its own.",
+    "reasoning_parser_plugin": "reasoning is read by the formats of reasoning_parser. Leave it out.",
+    "enable_in_reasoning": "reasoning is never constrained. Leave it out.",
+    "disable_fallback": "there is one backend, and nothing to fall back to. Leave it out.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsConfig:
+    """How answers are constrained, with vLLM's names.
+
+    Attributes:
+        backend: one of vLLM's; all mean llguidance, which is the only one here.
+        disable_any_whitespace: JSON of schemas is compact, whatever a request says.
+        disable_additional_properties: objects whose schemas name properties, and do not mention others, have
+            no others.
+    """
+
+    backend: StructuredOutputsBackend = "auto"
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("structured_outputs_config.backend", self.backend, get_args(StructuredOutputsBackend))
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            one_of(f"structured_outputs_config.{name}", getattr(self, name), (True, False))
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any] | None) -> StructuredOutputsConfig:  # Any: JSON
+        """Raises ConfigError for an unknown key, and for one of vLLM's that would have an effect there."""
+        known = dict(settings or {})
+        for name, remedy in _ELSEWHERE.items():
+            if known.pop(name, None):
+                field = f"structured_outputs_config.{name}"
+                raise ConfigError(f"{field} is not supported: {remedy}", param=field)
+        return from_mapping(cls, known, "structured_outputs_config.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """One engine: a target, optionally a drafter, and how they run.
@@ -208,6 +249,8 @@ class EngineConfig:
         chat_template: file with a Jinja template that replaces the tokenizer's own.
         default_chat_template_kwargs: variables for the chat template that a request does not set:
             '{"enable_thinking": false}'.
+        structured_outputs_config: how answers are constrained, as vLLM's: '{"disable_any_whitespace": true}'
+            makes JSON compact, "disable_additional_properties" closes objects that name their properties.
         trust_request_chat_template: accept chat templates in requests; they are code, and can use up memory.
             The number of steps of a template is bounded, its memory is not.
         split_special_tokens: encode special tokens that messages contain as text, so that no user can forge a
@@ -277,6 +320,7 @@ class EngineConfig:
     tokenizer: str | None = None
     chat_template: FilePath | None = None
     default_chat_template_kwargs: Mapping[str, Any] | None = None
+    structured_outputs_config: Mapping[str, Any] | None = None
     trust_request_chat_template: bool = False
     split_special_tokens: bool = False
     skip_tokenizer_init: Annotated[bool, NO_FLAG] = False
@@ -330,6 +374,9 @@ class EngineConfig:
             _positive_integer(name, getattr(self, name))
         example = "{enable_thinking: false}"
         _is_mapping("default_chat_template_kwargs", self.default_chat_template_kwargs, example)
+        example = "{disable_any_whitespace: true}"
+        _is_mapping("structured_outputs_config", self.structured_outputs_config, example)
+        StructuredOutputsConfig.of(self.structured_outputs_config)
         _is_mapping("hf_overrides", self.hf_overrides, "{num_hidden_layers: 4}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(

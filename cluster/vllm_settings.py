@@ -131,7 +131,7 @@ SETTINGS = (
     ),
     SettingAnswer(
         "has no effect: llguidance enforces schemas and grammars",
-        values="guided_decoding_backend structured_outputs_config reasoning_config",
+        values="guided_decoding_backend reasoning_config",
         unasked=("auto", "guidance"),
     ),
     SettingAnswer(

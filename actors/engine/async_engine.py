@@ -80,7 +80,9 @@ class AsyncEngine:
             raise
         self._encoder = AsyncPromptEncoder(self.tokenizer, executor.info.max_model_len)
         holder = executor if isinstance(executor, HoldsGrammars) else None
-        self._grammars = await asyncio.to_thread(GrammarFrontend.of, self.tokenizer, executor.info, holder)
+        self._grammars = await asyncio.to_thread(
+            GrammarFrontend.of, self.tokenizer, executor.info, self.config, holder
+        )
         self._streams.processor = OutputProcessor(self.tokenizer, executor.clock)
         self._engine = EngineCore(self.config, executor, watch=self._watch)
         self._speculation_cache = SpeculationCache(self.config, executor.info, self._engine)

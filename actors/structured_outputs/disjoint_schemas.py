@@ -8,47 +8,59 @@ from typing import Any
 
 Schema = Mapping[str, Any] | bool  # Any, here and below: JSON
 MAX_OPTIONS = 128  # their pairs are compared
-_MAX_DEPTH = 6
+MAX_COMPARED = 20_000  # pairs of schemas within them
 _OF_VALUES = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
 
 
 def are_disjoint(options: Sequence[Schema], defs: Mapping[str, Schema]) -> bool:
     """Return True if no value fits two of the options; False also if that is not seen."""
+    comparison = _Comparison(defs)
     return len(options) <= MAX_OPTIONS and all(
-        _exclude(one, other, defs, 0) for one, other in combinations(options, 2)
+        comparison.exclude(one, other) for one, other in combinations(options, 2)
     )
 
 
-def _exclude(one: Schema, other: Schema, defs: Mapping[str, Schema], depth: int) -> bool:
-    if one is False or other is False:
-        return True
-    if depth > _MAX_DEPTH or one is True or other is True:
-        return False
-    for first, second in ((one, other), (other, one)):
-        for alternatives in ("anyOf", "oneOf"):
-            if alternatives in first and all(
-                _exclude(each, second, defs, depth + 1) for each in first[alternatives]
-            ):
-                return True
-        if any(_exclude(each, second, defs, depth + 1) for each in first.get("allOf", ())):
+class _Comparison:
+    """Compares schemas, and the schemas within them as often as `MAX_COMPARED`."""
+
+    def __init__(self, defs: Mapping[str, Schema]) -> None:
+        self._defs = defs
+        self._left = MAX_COMPARED
+        self._open: set[tuple[int, int]] = set()  # pairs that are being compared: references may lead back
+
+    def exclude(self, one: Schema, other: Schema) -> bool:
+        if one is False or other is False:
             return True
-        if "$ref" in first:
-            target = defs.get(first["$ref"].removeprefix("#/$defs/"), True)
-            if _exclude(target, second, defs, depth + 1):
-                return True
-    values, others = _values(one), _values(other)
-    if values is not None and others is not None and not any(each in others for each in values):
-        return True
-    common = _types(one) & _types(other)
-    return not common or (common == {"object"} and _differ_in_a_property(one, other, defs, depth))
+        pair = id(one), id(other)
+        self._left -= 1
+        if isinstance(one, bool) or isinstance(other, bool) or self._left < 0 or pair in self._open:
+            return False
+        self._open.add(pair)
+        try:
+            return (
+                self._parts_exclude(one, other) or self._parts_exclude(other, one) or self._differ(one, other)
+            )
+        finally:
+            self._open.discard(pair)
 
+    def _parts_exclude(self, one: Mapping[str, Any], other: Schema) -> bool:
+        if "anyOf" in one and all(self.exclude(each, other) for each in one["anyOf"]):
+            return True
+        if any(self.exclude(each, other) for each in one.get("allOf", ())):
+            return True
+        target = self._defs.get(one["$ref"].removeprefix("#/$defs/"), True) if "$ref" in one else True
+        return self.exclude(target, other)
 
-def _differ_in_a_property(
-    one: Mapping[str, Any], other: Mapping[str, Any], defs: Mapping[str, Schema], depth: int
-) -> bool:
-    """Return whether an object that has the required properties of either fits one at most."""
-    names = {*one.get("required", ()), *other.get("required", ())}
-    return any(_exclude(_property(one, name), _property(other, name), defs, depth + 1) for name in names)
+    def _differ(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+        values, others = _values(one), _values(other)
+        if values is not None and others is not None and not any(each in others for each in values):
+            return True
+        common = _types(one) & _types(other)
+        if common != {"object"}:
+            return not common
+        # An object that has the required properties of both fits one at most.
+        names = {*one.get("required", ()), *other.get("required", ())}
+        return any(self.exclude(_property(one, name), _property(other, name)) for name in names)
 
 
 def _property(schema: Mapping[str, Any], name: str) -> Schema:

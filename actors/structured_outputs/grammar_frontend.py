@@ -4,8 +4,7 @@
 
 Errors name the request field. Sizes are bounded here. Time, memory and nesting are bounded by a killable
 process that compiles each grammar first (`grammar_validator.py`); then the ranks compile it in parallel with
-their steps and hold it while the request is open. JSON Schema keywords that llguidance does not support are
-rejected: output that follows half a schema would be silently wrong.
+their steps and hold it while the request is open. `left_out` names what of a JSON schema cannot be enforced.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from ...cluster.config import EngineConfig, StructuredOutputsConfig
 from ...cluster.errors import OverloadedError, RequestError
 from ...cluster.request.request import SamplingParams
 from ...cluster.request.structured_outputs import Grammar, GrammarKind, StructuredOutputsParams
@@ -28,7 +28,9 @@ from ...cluster.step.executor import ExecutorInfo
 from ...drafter.grammars.compiler import GrammarError
 from ..tokenization.tokenizer import Tokenizer
 from .grammar_validator import QUICK_S, SLOW_S, GrammarValidator
-from .json_schema import MAX_GRAMMAR_CHARS, written_schema
+from .json_grammar import COMPACT, INDENTED, json_rule
+from .json_schema import MAX_GRAMMAR_CHARS, SchemaReader
+from .schema_keywords import ascii_classes
 from .structural_tags import lark_of_tags
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 MAX_CHOICES = 4096
 # Two quick trials at a time and one slow one, so that slow grammars do not delay others.
 NUM_QUICK, NUM_SLOW = 2, 1
+DEFAULTS = StructuredOutputsConfig()
 # Grammars of open requests that are not cheap: each takes up to 128 MiB on every rank. Others wait.
 MAX_LARGE = 8
 LARGE_TIMEOUT_S = 600.0
@@ -56,7 +59,7 @@ class GrammarFrontend:
     """Checks the grammars of one engine's requests.
 
     `tokenizer`: without one every grammar is rejected. `holder` compiles what `hold` has checked; None if
-    steps compile, as in `LLM`.
+    steps compile, as in `LLM`. `config`: see there.
     """
 
     def __init__(
@@ -65,8 +68,10 @@ class GrammarFrontend:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         holder: HoldsGrammars | None = None,
+        config: StructuredOutputsConfig = DEFAULTS,
     ) -> None:
         self._validator = None
+        self._config = config
         if tokenizer is not None and (known := tokenizer.ids_in_vocabulary(eos_token_ids)):
             self._validator = GrammarValidator(tokenizer.to_json(), vocab_size, known)
         self._holder = holder
@@ -78,12 +83,24 @@ class GrammarFrontend:
 
     @classmethod
     def of(
-        cls, tokenizer: Tokenizer | None, info: ExecutorInfo, holder: HoldsGrammars | None = None
+        cls,
+        tokenizer: Tokenizer | None,
+        info: ExecutorInfo,
+        config: EngineConfig,
+        holder: HoldsGrammars | None = None,
     ) -> GrammarFrontend:
-        return cls(tokenizer, info.vocab_size, info.eos_token_ids, holder)
+        outputs = StructuredOutputsConfig.of(config.structured_outputs_config)
+        if outputs.backend not in ("auto", "guidance"):
+            logger.warning("backend=%s has no effect: llguidance enforces grammars", outputs.backend)
+        return cls(tokenizer, info.vocab_size, info.eos_token_ids, holder, outputs)
 
     def compile(self, params: SamplingParams) -> SamplingParams:
-        """Add the grammar for `structured_outputs`. Blocks. Raises RequestError, which names the field."""
+        """Add the grammar for `structured_outputs`. Blocks. Raises RequestError, which names the field.
+
+        Logs what cannot be enforced.
+        """
+        if names := left_out(params.structured_outputs):
+            logger.warning("not enforced: %s", ", ".join(names))
         found = self._checked(params, QUICK_S) or self._checked(params, SLOW_S)
         assert found is not None, "a slow trial answers"
         return found
@@ -182,7 +199,7 @@ class GrammarFrontend:
         if params.grammar is not None:
             kind, text, after = params.grammar.kind, params.grammar.text, params.grammar.after_token_ids
         elif outputs is not None:
-            (kind, text), after = written_grammar(outputs), outputs.after_token_ids
+            (kind, text), after = written_grammar(outputs, self._config), outputs.after_token_ids
         else:
             return params
         grammar = self._compile_trial(kind, text, after, _field(params), cpu_s)
@@ -197,7 +214,6 @@ class GrammarFrontend:
                 "(skip_tokenizer_init), or its tokenizer has no end-of-sequence token. Leave it out.",
                 param=field,
             )
-        _check_size(text, field)
         result = self._validator.try_grammar(kind, text, cpu_s)
         if result.is_slow and cpu_s < SLOW_S:
             return None
@@ -211,24 +227,40 @@ class GrammarFrontend:
 _Kind = GrammarKind | Literal["grammar"]
 
 
-def written_grammar(outputs: StructuredOutputsParams) -> tuple[_Kind, str]:
+def written_grammar(
+    outputs: StructuredOutputsParams, config: StructuredOutputsConfig = DEFAULTS
+) -> tuple[_Kind, str]:
     """Return a grammar for llguidance, or EBNF that may have to become Lark. Raises RequestError."""
+    return _written(outputs, config)[0]
+
+
+def left_out(outputs: StructuredOutputsParams | None) -> tuple[str, ...]:
+    """Return the paths of keywords in JSON schemas that cannot be enforced. Raises RequestError."""
+    return _written(outputs, DEFAULTS)[1] if outputs is not None else ()
+
+
+def _written(
+    outputs: StructuredOutputsParams, config: StructuredOutputsConfig
+) -> tuple[tuple[_Kind, str], tuple[str, ...]]:
     field = outputs.field
+    reader = SchemaReader(strict=outputs.strict, closes_objects=config.disable_additional_properties)
+    layout = COMPACT if outputs.disable_any_whitespace or config.disable_any_whitespace else INDENTED
     match outputs.constraint:
         case "json" | "json_object":
             schema = _parsed(outputs.json, field) if outputs.constraint == "json" else {"type": "object"}
-            return "json_schema", written_schema(schema, field, whitespace=not outputs.disable_any_whitespace)
+            written = "lark", f"start: {json_rule(reader.read(schema, field), layout)}"
         case "regex":
-            return "regex", _text(outputs.regex, field)
+            written = "regex", ascii_classes(_text(outputs.regex, field))
         case "grammar":
-            return "grammar", _text(outputs.grammar, field)
+            written = "grammar", _text(outputs.grammar, field)
         case "choice":
-            return "lark", _lark_of_choice(outputs.choice or (), field)
+            written = "lark", _lark_of_choice(outputs.choice or (), field)
         case _:
             tags = _parsed(outputs.structural_tag, field)
             if not isinstance(tags, Mapping):
                 raise _refusal(field, "structural tags are an object")
-            return "lark", lark_of_tags(tags, field)
+            written = "lark", lark_of_tags(tags, field, reader, layout)
+    return written, tuple(reader.left_out)
 
 
 def _field(params: SamplingParams) -> str:
@@ -239,7 +271,9 @@ def _lark_of_choice(choice: tuple[object, ...], field: str) -> str:
     if not 1 <= len(choice) <= MAX_CHOICES or not all(isinstance(text, str) for text in choice):
         raise _refusal(field, f"choices are 1 to {MAX_CHOICES} texts")
     # One terminal: llguidance accepts at most 2,000 alternatives of rules.
-    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choice)
+    text = " | ".join(json.dumps(text, ensure_ascii=False) for text in choice)
+    _check_size(text, field)
+    return f"start: CHOICE\nCHOICE: {text}"
 
 
 def _parsed(value: Any, field: str) -> Any:  # Any: JSON
@@ -256,6 +290,7 @@ def _parsed(value: Any, field: str) -> Any:  # Any: JSON
 def _text(value: object, field: str) -> str:
     if not isinstance(value, str) or not value:
         raise _refusal(field, "a text is needed, and not an empty one")
+    _check_size(value, field)
     return value
 
 

@@ -24,8 +24,6 @@ from ...cluster.errors import RequestError
 from . import schema_keywords as keywords
 from .disjoint_schemas import are_disjoint
 
-# A degenerate model writes whitespace to the end of its output: after this much it must continue.
-MAX_WHITESPACE = r"[ \n\r\t]{0,64}"
 MAX_GRAMMAR_CHARS = 131_072
 MAX_JSON_DEPTH = 120  # JSON schema readers accept up to 128
 MAX_REFERENCES = 64  # to references, that are followed
@@ -84,7 +82,7 @@ class EnforcedSchema:
 
     def part(self, schema: Schema) -> EnforcedSchema:
         """Return a part of this schema as one that stands alone."""
-        parts = {} if schema is True else {"not": {}} if schema is False else schema
+        parts = {} if schema is True else {"enum": []} if schema is False else schema
         return EnforcedSchema({**parts, "$defs": self.defs} if self.defs else schema, (), self.guidance)
 
     def lark(self, guidance: Mapping[str, Any]) -> str:
@@ -97,44 +95,50 @@ class EnforcedSchema:
         return json.dumps({**keywords, "x-guidance": guidance}, ensure_ascii=False)
 
 
+class SchemaReader:
+    """Reads the schemas of a request.
+
+    Args:
+        strict: refuse a schema with a keyword that restricts answers and cannot be enforced.
+        closes_objects: objects whose schemas name properties, and do not mention others, have no others.
+
+    Attributes:
+        left_out: paths of keywords, of all schemas read, that are not enforced.
+    """
+
+    def __init__(self, *, strict: bool = False, closes_objects: bool = False) -> None:
+        self._strict, self._closes_objects = strict, closes_objects
+        self.left_out: list[str] = []
+
+    def read(self, schema: Any, field: str) -> EnforcedSchema:
+        """Read a schema. `field` names it in errors and in `left_out`.
+
+        Raises RequestError if it is none, is too large or refers to nothing; with `strict` also if a keyword
+        that restricts answers cannot be enforced.
+        """
+        check_size(schema, field)
+        if not isinstance(schema, Mapping) and schema is not True:
+            raise _refusal(field, "a JSON schema is an object, or true; false allows no answer")
+        try:
+            json.dumps(schema, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _refusal(field, f"it cannot be written as JSON: {error}") from None
+        document = _Document({} if schema is True else schema, field, self._closes_objects)
+        found = document.read()
+        if self._strict and document.unenforced:
+            names = ", ".join(document.unenforced)
+            raise RequestError(
+                f"{field}: strict=true, and these keywords cannot be enforced: {names}. Leave them out of "
+                "the schema, or leave out strict.",
+                param=document.unenforced[0],
+            )
+        self.left_out += found.left_out
+        return found
+
+
 def enforced_schema(schema: Any, field: str, *, strict: bool = False) -> EnforcedSchema:
-    """Read a schema. `field` names it in errors and in `left_out`.
-
-    Raises RequestError if it is none, is too large or refers to nothing; with `strict` also if a keyword that
-    restricts answers cannot be enforced.
-    """
-    check_size(schema, field)
-    if not isinstance(schema, Mapping) and schema is not True:
-        raise _refusal(field, "a JSON schema is an object, or true; false allows no answer")
-    try:
-        json.dumps(schema, ensure_ascii=False, allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise _refusal(field, f"it cannot be written as JSON: {error}") from None
-    reader = _Reader({} if schema is True else schema, field)
-    found = reader.read()
-    if strict and reader.unenforced:
-        names = ", ".join(reader.unenforced)
-        raise RequestError(
-            f"{field}: strict=true, and these keywords cannot be enforced: {names}. Leave them out of the "
-            "schema, or leave out strict.",
-            param=reader.unenforced[0],
-        )
-    return found
-
-
-def written_schema(schema: Any, field: str, *, whitespace: bool = True) -> str:
-    """Return a schema as JSON text for llguidance.
-
-    `whitespace`: allow it between JSON tokens, as the schema's own `x-guidance` says. Raises RequestError,
-    which names `field`, if it is not a schema.
-    """
-    found = enforced_schema(schema, field)
-    guidance = dict(found.guidance or {})
-    if not whitespace:
-        guidance["whitespace_flexible"] = False
-    elif not guidance.keys() & {"whitespace_flexible", "whitespace_pattern"}:
-        guidance["whitespace_pattern"] = MAX_WHITESPACE
-    return found.text(guidance)
+    """Read one schema, as `SchemaReader.read`."""
+    return SchemaReader(strict=strict).read(schema, field)
 
 
 def check_size(value: Any, field: str) -> None:
@@ -157,11 +161,11 @@ def check_size(value: Any, field: str) -> None:
             raise _refusal(field, f"it is nested too deep; at most {MAX_JSON_DEPTH} levels are taken")
 
 
-class _Reader:
-    """Reads one document. Every definition that is referred to is read once."""
+class _Document:
+    """A schema and what it refers to. Every definition is read once."""
 
-    def __init__(self, root: Mapping[str, Any], field: str) -> None:
-        self._root, self._field = root, field
+    def __init__(self, root: Mapping[str, Any], field: str, closes_objects: bool) -> None:
+        self._root, self._field, self._closes_objects = root, field, closes_objects
         uri = root.get("$schema")
         self._draft = uri if isinstance(uri, str) else ""
         self._specification = specification_with(self._draft, default=DRAFT202012)
@@ -241,12 +245,14 @@ class _Reader:
                     out[name] = types[0] if len(types) == 1 else types
                 if has_others:
                     self._leave_out(here)
-            case "const":
+            case "const" | "enum" if name == "const" or (isinstance(value, list) and value):
                 out[name] = value
-            case "enum" if isinstance(value, list) and value:
-                out[name] = value
+                values = [value] if name == "const" else value
+                is_copied = not is_merged and not schema.keys() - keywords.ANNOTATIONS - {name, "type"}
+                if any(keywords.is_rounded(each, is_copied) for each in values):
+                    self._leave_out(here)  # llguidance writes the nearest float
             case "allOf" | "anyOf" | "oneOf" if isinstance(value, list) and value:
-                merges = is_merged or name == "allOf" or len(schema) > 1
+                merges = is_merged or name == "allOf" or bool(schema.keys() - keywords.ANNOTATIONS - {name})
                 options = [
                     self._node(each, f"{here}.{i}", resolver, is_merged=merges)
                     for i, each in enumerate(value)
@@ -351,6 +357,8 @@ class _Reader:
             "propertyNames", schema["propertyNames"], schema
         ):
             self._property_names(schema["propertyNames"], out, f"{at}.propertyNames", resolver)
+        if self._closes_objects and "properties" in out and not merges:
+            out.setdefault("additionalProperties", False)
         for name in keywords.uncounted_properties(out, merges):
             self._leave_out(f"{at}.{name}")
 

@@ -135,6 +135,18 @@ def count(value: Any) -> int | None:
     return int(value) if is_number(value) and value >= 0 and value == value // 1 else None
 
 
+def is_rounded(value: Any, is_copied: bool = False) -> bool:
+    """Return whether a constant holds an integer that llguidance rounds. `is_copied`: Manta writes it."""
+    if isinstance(value, list | dict):
+        return any(map(is_rounded, value if isinstance(value, list) else value.values()))
+    if is_copied or not isinstance(value, int):
+        return False
+    try:
+        return int(float(value)) != value
+    except OverflowError:
+        return True
+
+
 def multiple(value: Any) -> int | float | None:
     """Return a `multipleOf` that llguidance can represent: a 32-bit integer and a power of ten."""
     if not is_number(value) or not 0 < value <= _MAX_MULTIPLE:

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ...cluster.errors import RequestError
-from .json_schema import MAX_GRAMMAR_CHARS, check_size, written_schema
+from .json_grammar import INDENTED, JsonLayout, json_rule
+from .json_schema import MAX_GRAMMAR_CHARS, SchemaReader, check_size
+from .schema_keywords import ascii_classes
 
 MAX_PARTS = 256  # length of a list
 MAX_DEPTH = 16  # nesting of formats
@@ -56,10 +58,15 @@ class _Tag:
     field: str
 
 
-def lark_of_tags(tags: Json, field: str) -> str:
-    """Return the Lark of structural tags. Raises RequestError, naming a part of `field`."""
+def lark_of_tags(
+    tags: Json, field: str, reader: SchemaReader | None = None, layout: JsonLayout = INDENTED
+) -> str:
+    """Return the Lark of structural tags. Raises RequestError, naming a part of `field`.
+
+    `reader` reads the schemas in them, and `layout` is that of their JSON.
+    """
     check_size(tags, field)
-    writer = _Writer()
+    writer = _Writer(reader or SchemaReader(), layout)
     if "format" in tags:
         body = writer.part(_object(tags["format"], f"{field}.format"), f"{field}.format", None)
     else:
@@ -70,7 +77,8 @@ def lark_of_tags(tags: Json, field: str) -> str:
 
 
 class _Writer:
-    def __init__(self) -> None:
+    def __init__(self, reader: SchemaReader, layout: JsonLayout) -> None:
+        self._reader, self._layout = reader, layout
         self.rules: list[str] = []
         self._depth = 0
         self._num_chars = 0
@@ -102,8 +110,8 @@ class _Writer:
             case "const_string":
                 return _ended(_quoted(_text(form, "value", field)), ends)
             case "json_schema":
-                schema = written_schema(form.get("json_schema", {}), f"{field}.json_schema")
-                return _ended(f"%json {schema}", ends)
+                schema = self._reader.read(form.get("json_schema", {}), f"{field}.json_schema")
+                return _ended(self._named(json_rule(schema, self._layout)), ends)
             case "regex":
                 return _ended(_regex(_text(form, "pattern", field), f"{field}.pattern"), ends)
             case "any_text":
@@ -270,7 +278,7 @@ def _regex(pattern: str, field: str) -> str:
             raise RequestError(f"{field}: it ends in a backslash that escapes nothing.", param=field)
         return {"/": r"\/", "\n": r"\n"}.get(char, piece[0])
 
-    return f"/{_REGEX_PIECES.sub(written, pattern)}/"
+    return f"/{_REGEX_PIECES.sub(written, ascii_classes(pattern))}/"
 
 
 def _object(value: object, field: str) -> Json:

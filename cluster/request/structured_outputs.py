@@ -79,7 +79,10 @@ class StructuredOutputsParams:
         structural_tag: {"structures": [{"begin", "schema", "end"}], "triggers": [..]}, as text or parsed:
             free text in which a trigger is followed by one of the structures; or {"format": ..}, XGrammar's
             nested formats.
-        disable_any_whitespace: forbid whitespace between the tokens of JSON, which is allowed by default.
+        disable_any_whitespace: forbid whitespace between the tokens of JSON. By default a space, or a newline
+            and the indentation of the depth, are allowed.
+        strict: refuse a JSON schema with a keyword that restricts answers and cannot be enforced, which is
+            left out by default.
         after_token_ids: see `Grammar`.
         sent_as: the field in which it was sent, for messages; by default its name here.
     """
@@ -91,6 +94,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     structural_tag: str | Mapping[str, Any] | None = None  # Any: JSON
     disable_any_whitespace: bool = False
+    strict: bool = False
     after_token_ids: tuple[int, ...] = ()
     sent_as: str | None = None
 

@@ -213,12 +213,14 @@ def checkpoint_identity(folder: Path) -> str:
 
 
 def settings_identity(config: EngineConfig) -> dict[str, Any]:  # Any: JSON
-    """Return the settings, if set, that change the chat template, config.json or the weights."""
+    """Return the settings, if set, that change the chat template, grammars, config.json or the weights."""
     found: dict[str, Any] = {}
     if config.chat_template is not None:
         found["chat_template"] = hashlib.sha256(Path(config.chat_template).read_bytes()).hexdigest()
     if config.default_chat_template_kwargs:
         found["default_chat_template_kwargs"] = dict(config.default_chat_template_kwargs)
+    if config.structured_outputs_config:
+        found["structured_outputs_config"] = dict(config.structured_outputs_config)
     if config.split_special_tokens:
         found["split_special_tokens"] = True
     if config.hf_overrides:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastapi import APIRouter, Request, Response
 
-from ..generation.chat_adapter import SupportedOptions, answer, rename_error_fields
+from ..generation.chat_adapter import SupportedOptions, answer, rename_error_fields, renamed_paths
 from ..generation.generation import check_model
 from ..generation.request_run import GenerationRun
 from ..generation.server_context import ServerContext
@@ -37,6 +39,7 @@ def message_routes(frontend: ServerContext) -> APIRouter:
                 resumable=False,
                 ends_with_context=True,
             )
+            work = replace(work, ignored=renamed_paths(work.ignored, NAMES))
             run = GenerationRun(frontend, work)
             writer = MessageWriter(work.id, work.model, body.max_tokens, run.metrics, body.eager_tools)
             return await answer(run, parser_factory, writer, http)

@@ -5,7 +5,7 @@ Answers it whole or as the events of their `SectionWriter`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -122,6 +122,11 @@ def rename_error_fields(names: Mapping[str, str]) -> Iterator[None]:
         # A name of one word may also occur as an ordinary word later in the message.
         message = error.message.replace(param, renamed, -1 if "_" in param or "." in param else 1)
         raise type(error)(message, param=renamed) from None
+
+
+def renamed_paths(paths: Sequence[str], names: Mapping[str, str]) -> list[str]:
+    """Rename paths as `rename_error_fields` does."""
+    return [_renamed(path, names) or path for path in paths]
 
 
 def _renamed(param: str, names: Mapping[str, str]) -> str | None:

@@ -22,6 +22,7 @@ from ....cluster.step.limits import check_max_tokens
 from ...chat.chat_model import AnswerParser, AnswerParserFactory
 from ...chat.text_stream import AnswerDelta
 from ...engine.outputs import CompletionOutput, RequestOutput
+from ...structured_outputs.grammar_frontend import left_out
 from ...tokenization.prompts import EncodedPrompt
 from ..middleware.api_keys import caller_of
 from ..protocol.logprobs import token_lengths
@@ -93,6 +94,7 @@ def prepare(
     model = check_model(frontend, request.model)
     all_ignored = [*_ignored_fields(frontend, request, unknown), *ignored]
     params = request.sampling_params(frontend.defaults, default_max_tokens)
+    all_ignored += left_out(params.structured_outputs)
     params = frontend.chat.with_thinking_budget(params, prompts[0].text or "")
     if len(prompts) * params.n > MAX_COMPLETIONS:
         raise RequestError(

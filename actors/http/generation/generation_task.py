@@ -47,7 +47,9 @@ from ..protocol.protocol import GenerationRequest
 from ..wire.json_io import JsonObject
 from .resume_origin import TOKENS_HEADER, ResumeOrigin
 
-_UNPRINTABLE = re.compile(r"[^\w.-]", re.ASCII)
+_UNPRINTABLE = re.compile(r"[^\w.$-]", re.ASCII)
+# Of X-Ignored-Params. A name that is cut keeps its end, which is the ignored field.
+MAX_NAMES, MAX_NAME_CHARS = 20, 160
 
 
 def operation_of(request: GenerationRequest) -> str:
@@ -99,7 +101,9 @@ class GenerationTask:
     @property
     def headers(self) -> dict[str, str]:
         """X-Ignored-Params, as far as the names fit a header, and the header for the gateway."""
-        names = [_UNPRINTABLE.sub("?", name)[:64] for name in self.ignored[:20]]
+        names = [_UNPRINTABLE.sub("?", name)[-MAX_NAME_CHARS:] for name in self.ignored[:MAX_NAMES]]
+        if len(self.ignored) > MAX_NAMES:
+            names.append(f"{len(self.ignored) - MAX_NAMES} more")
         headers = {"X-Ignored-Params": ",".join(names)} if names else {}
         return headers | ({TOKENS_HEADER: "1"} if self.reports_tokens else {})
 

@@ -109,7 +109,10 @@ class Speculative(RequestModel):
 
 
 class JsonSchemaFormat(RequestModel):
-    """A schema and its name. The answer follows the schema with or without `strict`."""
+    """A schema and its name.
+
+    The answer follows the schema with or without `strict`, which refuses keywords that cannot be enforced.
+    """
 
     name: str | None = None
     description: str | None = None
@@ -154,7 +157,11 @@ class ResponseFormat(RequestModel):
     def constraint(self) -> StructuredOutputsParams | None:
         if self.json_schema is not None:
             schema = self.json_schema.json_schema
-            return StructuredOutputsParams(json=schema, sent_as="response_format.json_schema.schema")
+            return StructuredOutputsParams(
+                json=schema,
+                strict=bool(self.json_schema.strict),
+                sent_as="response_format.json_schema.schema",
+            )
         if self.schema_ is not None:
             return StructuredOutputsParams(json=self.schema_, sent_as="response_format.schema")
         if self.type == "json_object":

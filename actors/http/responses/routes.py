@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastapi import APIRouter, Request, Response
 
 from ....cluster.errors import NotFoundError, brief
-from ..generation.chat_adapter import SupportedOptions, answer, rename_error_fields
+from ..generation.chat_adapter import SupportedOptions, answer, rename_error_fields, renamed_paths
 from ..generation.request_run import GenerationRun
 from ..generation.server_context import ServerContext
 from ..openai.routes import prepare_chat
@@ -32,6 +34,7 @@ def response_routes(frontend: ServerContext) -> APIRouter:
             work, parser_factory = await prepare_chat(
                 frontend, PREFIX, chat, http, ignored=ignored, unknown=unknown, resumable=False
             )
+            work = replace(work, ignored=renamed_paths(work.ignored, NAMES))
             run = GenerationRun(frontend, work)
             writer = ResponseWriter(response_fields(body, chat, run), body.client_tools, run.metrics)
             return await answer(run, parser_factory, writer, http)

@@ -132,8 +132,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (TEXT, {"speculative": {"max_token": 1}}, "speculative.max_token", ""),
     (TEXT, {"speculative": {"drafter": "d"}}, "speculative.drafter", "one drafter"),
     # constraints
-    (CHAT, schema({"not": {}}), SENT, "not"),
-    (CHAT, schema({"type": "string", "pattern": "(?=a)"}), SENT, "look"),
+    (CHAT, schema({"$ref": "#/$defs/a"}), f"{SENT}.$ref", "nothing"),
     (CHAT, schema({"description": "x" * MAX_GRAMMAR_CHARS}), SENT, "at most"),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs"),
     (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),

@@ -94,3 +94,27 @@ def test_the_guides_requests_are_accepted(http: httpx.Client, body: dict[str, An
         assert response.json()["error"]["param"] == "thinking_token_budget"
     else:
         assert response.status_code == 200, response.text
+
+
+TAGS = {"properties": {"ok": {"type": "boolean"}, "tags": {"type": "array", "uniqueItems": True}}}
+PATH = "schema.properties.tags.uniqueItems"
+
+
+def test_a_keyword_that_cannot_be_enforced_is_named_in_the_header(http: httpx.Client) -> None:
+    chat = {"model": "tiny", "messages": USER, "max_tokens": 3, "response_format": schema_format(TAGS)}
+    answer = http.post("/v1/chat/completions", json=chat)
+    assert answer.headers["x-ignored-params"] == f"response_format.json_schema.{PATH}"
+    text = {"format": {"type": "json_schema", "name": "a", "schema": TAGS}}
+    answer = http.post("/v1/responses", json={"input": "x", "max_output_tokens": 3, "text": text})
+    assert answer.headers["x-ignored-params"] == f"text.format.{PATH}"
+    config = {"format": {"type": "json_schema", "schema": TAGS}}
+    body = {"model": "tiny", "messages": USER, "max_tokens": 3, "output_config": config}
+    answer = http.post("/v1/messages", json=body)
+    assert answer.headers["x-ignored-params"] == f"output_config.format.{PATH}"
+
+
+def test_strict_refuses_a_keyword_that_cannot_be_enforced(http: httpx.Client) -> None:
+    chat = {"model": "tiny", "messages": USER, "response_format": schema_format(TAGS, strict=True)}
+    refused = http.post("/v1/chat/completions", json=chat)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == f"response_format.json_schema.{PATH}"

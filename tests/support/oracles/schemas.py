@@ -149,7 +149,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
 # Keywords that cannot be enforced, and the paths that name them.
 LEFT_OUT: dict[str, tuple[Any, list[str]]] = {
     "not": ({"not": {"type": "string"}}, ["not"]),
-    "uniqueItems": (_object(tags=_array(_BOOL, uniqueItems=True)), ["properties.tags.uniqueItems"]),
+    "uniqueItems": (
+        _object(("tags",), tags=_array(_BOOL, uniqueItems=True)),
+        ["properties.tags.uniqueItems"],
+    ),
     "contains": ({"type": "array", "contains": _BOOL, "minContains": 2}, ["contains", "minContains"]),
     "if and then": ({"if": _BOOL, "then": _DIGIT}, ["if", "then"]),
     "dependentRequired": ({"type": "object", "dependentRequired": {"a": ["b"]}}, ["dependentRequired"]),
