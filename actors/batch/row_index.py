@@ -26,8 +26,17 @@ import pyarrow.parquet as pq
 from ...cluster.batch.row_ranges import RowRanges, from_rows
 from ...cluster.errors import DatasetError, RequestError
 from .dataset.passthrough_columns import ColumnTypes, of_parquet
-from .dataset.row_reader import Row, RowReader, RowSpans, Span, id_of, record_of
-from .dataset.row_requests import ID_COLUMNS, RowSchema, content_id, id_hash, own_id, parse_line, row_id
+from .dataset.row_reader import Row, RowReader, RowSpans, Span, id_of, own_record, partition_of
+from .dataset.row_requests import (
+    ID_COLUMNS,
+    Record,
+    RowSchema,
+    content_id,
+    id_hash,
+    own_id,
+    parse_line,
+    row_id,
+)
 from .dataset.source import Dataset, SourceFile, open_parquet
 from .dataset.text_records import NOT_UTF8, BadRecordError, BadTextError, Raw, TextFile, TextFormat
 from .row_answerer import WIRE_SCHEMA
@@ -163,6 +172,7 @@ class _Scan:
     def _add_text(self, file: SourceFile, format: TextFormat) -> None:
         marks: array[int] = array("q")
         digest = hashlib.sha256()
+        partition = partition_of(file, self._layout)
         with file.reading(), file.open_text(format) as text:
             for number, (offset, raw) in enumerate(text.raw_records(digest=digest)):
                 if number % MARK_EVERY == 0:
@@ -170,15 +180,15 @@ class _Scan:
                     if number % ROWS_PER_READ == 0:
                         self._poll()
                 try:
-                    self.hashes.append(self._hash(text, raw))
+                    self.hashes.append(self._hash(text, raw, partition))
                 except UnicodeDecodeError:
                     raise BadTextError(offset, NOT_UTF8) from None
-            if text.offset != file.size:
+            if file.codec is None and text.offset != file.size:
                 raise file.changed()
         self.marks.append(np.frombuffer(marks, dtype=np.int64) if marks else np.zeros(0, np.int64))
         self.digests.append({"sha256": digest.hexdigest()})
 
-    def _hash(self, text: TextFile, raw: Raw) -> int:
+    def _hash(self, text: TextFile, raw: Raw, partition: Record) -> int:
         try:
             record = parse_line(raw) if self._source.lines and isinstance(raw, bytes) else text.record(raw)
         except BadRecordError as error:
@@ -187,13 +197,13 @@ class _Scan:
             assert isinstance(raw, bytes)
             return id_hash(content_id(raw.decode("utf-8").rstrip("\r")))
         if self._types is not None:
-            self._types.add(record)
+            self._types.add({**record, **partition})
         return id_hash(row_id(record, self._layout))
 
     def _add_parquet(self, file: SourceFile) -> None:
         """Read the ids, and all columns only for rows without one."""
         with file.reading(), open_parquet(file) as parquet:
-            self._schemas.append(parquet.schema_arrow)
+            self._schemas.append(_with_columns(parquet.schema_arrow, partition_of(file, self._layout)))
             wanted = (self._layout.id_column,) if self._layout.id_column else ID_COLUMNS
             columns = [name for name in wanted if name in parquet.schema_arrow.names]
             try:
@@ -248,6 +258,12 @@ class _Scan:
     def _poll(self) -> None:
         if self._stop():
             raise CancelledError
+
+
+def _with_columns(schema: pa.Schema, partition: Record) -> pa.Schema:
+    own = [each for each in schema if each.name not in partition]
+    kinds = {int: pa.int64(), str: pa.string(), type(None): pa.null()}
+    return pa.schema([*own, *(pa.field(name, kinds[type(value)]) for name, value in partition.items())])
 
 
 def _find_duplicates(
@@ -336,7 +352,7 @@ def _rows_with(hashes: np.ndarray, shared: np.ndarray) -> Iterator[np.ndarray]:
 
 def _id(row: Row, layout: RowSchema) -> tuple[str, bool]:
     try:
-        own = own_id(record_of(row, layout), layout)
+        own = own_id(own_record(row, layout), layout)
     except RequestError:
         own = None
     return (id_of(row, layout), False) if own is None else (own, True)

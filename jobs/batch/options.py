@@ -54,7 +54,7 @@ class BatchOptions:
     # Strings, because a Path drops the second slash of a URL. URLs may hold secrets.
     input: Annotated[tuple[str, ...], Flag("-i --input-file --input")] = field(repr=False)
     output: Annotated[str, Flag("-o")] = field(repr=False)
-    input_format: Literal["parquet", "jsonl", "csv", "openai", "text"] | None = None
+    input_format: Literal["parquet", "jsonl", "csv", "tsv", "openai", "text"] | None = None
     output_format: Literal["parquet", "jsonl", "openai"] | None = None
     overwrite: bool = False
     resume: Annotated[Literal["yes", "no", "force"], NO_FLAG] = "yes"

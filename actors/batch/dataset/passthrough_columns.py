@@ -142,6 +142,6 @@ def _readable(field: pa.Field) -> pa.Field:
 def _fit(value: Any, text: str | None, field: pa.Field) -> Any:
     if value is None:
         return text if is_member(field) else None
-    if field.metadata:
-        return text
+    if field.metadata:  # a column of the file's folder is in no line
+        return text if text is not None else json.dumps(value, ensure_ascii=False)
     return float(value) if pa.types.is_float64(field.type) else value

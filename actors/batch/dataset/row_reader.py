@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
@@ -50,13 +50,24 @@ class Row:
     record: Record  # as read; for JSON lines `{"text": line}`, which is parsed where the row is answered
     id: str | None = None  # assigned by the job; None if the row's own id is used
     fault: str | None = None  # why there is no record; `record` then contains the text
+    partition: Record = field(default_factory=dict)  # columns from the names of its file's folders
 
 
 def record_of(row: Row, layout: RowSchema) -> Record:
     """Return the row's parsed record. Raises RequestError when there is none."""
+    own = own_record(row, layout)
+    return {**own, **row.partition} if row.partition else own
+
+
+def own_record(row: Row, layout: RowSchema) -> Record:
+    """Return the record as its file has it, from which the row's id is made."""
     if row.fault is not None:
         raise RequestError(row.fault)
     return read_record(row.record, layout)
+
+
+def partition_of(file: SourceFile, layout: RowSchema) -> Record:
+    return dict(file.partition) if layout.version > 1 else {}
 
 
 def id_of(row: Row, layout: RowSchema) -> str:
@@ -64,7 +75,7 @@ def id_of(row: Row, layout: RowSchema) -> str:
     if row.id is not None:
         return row.id
     try:
-        return row_id(record_of(row, layout), layout)
+        return row_id(own_record(row, layout), layout)
     except RequestError:
         return content_id(row.record["text"])
 
@@ -87,7 +98,7 @@ class RowReader:
         return [
             row
             if (copy := wanted.copies.get(row.number)) is None
-            else Row(row.number, row.record, f"{id_of(row, self._layout)}-{copy}", row.fault)
+            else replace(row, id=f"{id_of(row, self._layout)}-{copy}")
             for row in rows
         ]
 
@@ -106,7 +117,8 @@ class RowReader:
             raise file.changed() from None
         if len(rows) != span.num_rows:
             raise file.changed()
-        return rows
+        partition = partition_of(file, self._layout)
+        return [replace(row, partition=partition) for row in rows] if partition else rows
 
     def _open_file(self, index: int, file: SourceFile) -> _TextRows | _ParquetRows:
         if index in self._open:

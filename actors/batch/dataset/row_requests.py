@@ -384,7 +384,7 @@ def _tool(tool: Any) -> Any:
     function = {name: value for name, value in tool.items() if name != "type"}
     parameters = function.get("parameters")
     by_name = isinstance(parameters, Mapping) and all(isinstance(v, Mapping) for v in parameters.values())
-    if by_name and not {"properties", "$defs", "$ref"} & parameters.keys():
+    if by_name and not {"properties", "$defs", "$ref"} & set(parameters or ()):
         function["parameters"] = {"type": "object", "properties": parameters}
     return {"type": "function", "function": function}
 

@@ -1,7 +1,8 @@
 """The input files of a batch job: finds them and their format, and checks that their rows can have a prompt.
 
-An input is a file, a folder (its files of known formats; no subfolders, no names that begin with `.` or `_`)
-or a pattern (`x/*.jsonl`, `x/**/*.parquet`), on any storage. Cheap: runs before anything starts.
+An input is a file, a folder (its files of known formats, else those in Hive's partitions below it; no names
+that begin with `.` or `_`) or a pattern (`x/*.jsonl`, `x/**/*.parquet`), on any storage. Text may be
+compressed. Cheap: runs before anything starts.
 """
 
 from __future__ import annotations
@@ -9,21 +10,23 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ....cluster.errors import DatasetError, RequestError
+from .compressed_file import CODECS, CompressedFile
 from .row_requests import PROMPT_COLUMNS, Record, RowSchema, parse_line, prompt_column, template_columns
 from .storage import URL, Entry, Storage
 from .text_records import BadTextError, TextFile, TextFormat
 
-InputFormat = Literal["parquet", "jsonl", "csv", "openai", "text"]
+InputFormat = Literal["parquet", "jsonl", "csv", "tsv", "openai", "text"]
 OutputFormat = Literal["parquet", "jsonl", "openai"]
 ERRORS = "_errors"  # folder of an output; readers of datasets skip names that begin with `_`
 SUFFIXES: Mapping[str, InputFormat] = {
@@ -32,8 +35,12 @@ SUFFIXES: Mapping[str, InputFormat] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".csv": "csv",
+    ".tsv": "tsv",
     ".txt": "text",
 }
+# Of files that are named or in partitions: in other folders `.json` is rather a description of data.
+NAMED_SUFFIXES: Mapping[str, InputFormat] = {**SUFFIXES, ".json": "jsonl"}
+NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"  # null, as Hive, Spark and DuckDB write it
 HIDDEN = (".", "_")  # files that programs leave next to data: _SUCCESS, .crc
 PROBED_LINES = 100
 READ_BYTES = 4 * 2**20  # per read of a whole file: few requests to an object store
@@ -46,6 +53,8 @@ class SourceFile:
     name: str
     size: int
     modified_s: float
+    # columns from the names of its folders, `year=2026`, which are the same for all of its rows
+    partition: tuple[tuple[str, str | int | None], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.storage.where.rstrip('/')}/{self.name}"
@@ -54,8 +63,13 @@ class SourceFile:
     def path(self) -> str:
         return self.storage.path(self.name)
 
-    def open(self) -> pa.NativeFile:
-        return self.storage.reader(self.name)
+    @property
+    def codec(self) -> str | None:
+        return CODECS.get(PurePosixPath(self.name).suffix.lower())
+
+    def open(self) -> pa.NativeFile | CompressedFile:
+        file = self.storage.reader(self.name)
+        return file if self.codec is None else CompressedFile(file, self.codec)
 
     def open_text(self, format: TextFormat, buffer_bytes: int = READ_BYTES) -> TextFile:
         return TextFile(self.open(), format, buffer_bytes)
@@ -103,11 +117,17 @@ class Dataset:
 
     def columns(self) -> list[str]:
         """Return the columns that can be known without reading all rows. Reads the beginning of files."""
+        return list(dict.fromkeys([*self._own_columns(), *self.partition_columns()]))
+
+    def partition_columns(self) -> list[str]:
+        return list(dict.fromkeys(name for file in self.files for name, _ in file.partition))
+
+    def _own_columns(self) -> list[str]:
         if self.format == "parquet":
             return list(open_parquet(self.files[0]).schema_arrow.names)
-        if self.format == "csv":
+        if self.format in ("csv", "tsv"):
             for file in self.files:
-                with file.reading(), file.open_text("csv") as text:
+                with file.reading(), file.open_text(self.format) as text:
                     if text.header:
                         return text.header
             return []
@@ -125,8 +145,8 @@ class Dataset:
 
 def open_source(where: Sequence[str | Path], wanted: InputFormat | None = None) -> Dataset:
     """Find the files of a dataset. Raises DatasetError, ConfigError."""
-    files = _find_files([str(each) for each in where])
-    kinds: set[InputFormat | None] = {SUFFIXES.get(Path(file.name).suffix.lower()) for file in files}
+    files = _with_partitions(_find_files([str(each) for each in where]))
+    kinds: set[InputFormat | None] = {_format_of(file.name, NAMED_SUFFIXES) for file in files}
     if wanted is None and (None in kinds or len(kinds) > 1):
         found = ", ".join(sorted({Path(file.name).suffix or file.name for file in files}))
         raise _error(
@@ -135,6 +155,8 @@ def open_source(where: Sequence[str | Path], wanted: InputFormat | None = None) 
     kind = wanted or kinds.pop()
     assert kind is not None
     source = Dataset(files, kind)
+    if kind == "jsonl" and ".json" in PurePosixPath(files[0].name.lower()).suffixes:
+        _refuse_array(files[0])
     if kind == "jsonl" and wanted is None and _is_openai(source):
         return Dataset(files, "openai")
     return source
@@ -145,6 +167,11 @@ def check_columns(source: Dataset, layout: RowSchema) -> None:
     if layout.kind == "openai":
         return
     columns = source.columns()
+    if layout.id_column in source.partition_columns():
+        raise DatasetError(
+            f"id_column: {layout.id_column} is in the names of folders, so many rows share it. Name another.",
+            param="id_column",
+        )
     named = [("prompt_column", layout.prompt_column), ("id_column", layout.id_column)]
     named += [("template", name) for name in template_columns(layout.template or "")]
     for param, wanted in named:
@@ -166,6 +193,57 @@ def open_parquet(file: SourceFile) -> pq.ParquetFile:
         return pq.ParquetFile(file.open(), buffer_size=PARQUET_BUFFER_BYTES)
     except (OSError, pa.ArrowException) as error:
         raise _error(f"{file} is not a readable Parquet file: {error}.") from None
+
+
+def _format_of(name: str, suffixes: Mapping[str, InputFormat]) -> InputFormat | None:
+    """Return the format of a file by its name, without the suffix of a compression; None if unknown."""
+    path = PurePosixPath(name.lower())
+    if path.suffix not in CODECS:
+        return suffixes.get(path.suffix)
+    inner = suffixes.get(path.with_suffix("").suffix)
+    return None if inner == "parquet" else inner  # it is compressed itself
+
+
+def _with_partitions(files: Sequence[SourceFile]) -> tuple[SourceFile, ...]:
+    """Add columns of Hive's partitions, as DuckDB reads them: integers if all values of a column are."""
+    found = [_partition_of(file.path) for file in files]
+    texts: dict[str, set[str | None]] = {}
+    for name, value in (pair for each in found for pair in each.items()):
+        texts.setdefault(name, set()).add(value)
+    integers = {name for name, values in texts.items() if all(map(_is_integer, values - {None}))}
+    return tuple(
+        replace(
+            file,
+            partition=tuple(
+                (name, int(value) if value is not None and name in integers else value)
+                for name, value in each.items()
+            ),
+        )
+        for file, each in zip(files, found, strict=True)
+    )
+
+
+def _partition_of(path: str) -> dict[str, str | None]:
+    pairs = (part.split("=", 1) for part in PurePosixPath(path).parent.parts if _is_partition(part))
+    texts = ((unquote(name), unquote(value)) for name, value in pairs)
+    return {name: None if value == NO_PARTITION else value for name, value in texts}
+
+
+def _is_partition(folder: str) -> bool:
+    return folder.find("=") > 0
+
+
+def _is_integer(text: str | None) -> bool:
+    return text is not None and re.fullmatch("-?[0-9]{1,18}", text) is not None
+
+
+def _refuse_array(file: SourceFile) -> None:
+    with file.reading(), file.open_text("jsonl", 2**16) as text:
+        _, first = next(text.lines(), (0, b""))
+    if first.lstrip().startswith(b"["):
+        raise _error(
+            f"{file} is one JSON array, not a line for each row. Convert it: jq -c '.[]' IN > OUT.jsonl"
+        )
 
 
 def _first_records(source: Dataset) -> Iterator[Record]:
@@ -200,8 +278,8 @@ def _find_files(where: Sequence[str]) -> tuple[SourceFile, ...]:
             raise _error(
                 f"no file matches {place}."
                 if pattern
-                else f"{place} has no {', '.join(SUFFIXES)} files. Files in folders below it are named by a "
-                f"pattern: {place.rstrip('/')}/**/*.jsonl"
+                else f"{place} has no {', '.join(SUFFIXES)} files, nor has a folder like year=2026 below it. "
+                f"Files in other folders are named by a pattern: {place.rstrip('/')}/**/*.jsonl"
             )
         found |= {f"{file.storage.filesystem.type_name}:{file.path}": file for file in files}
     return tuple(found[key] for key in sorted(found))
@@ -221,11 +299,24 @@ def _in_place(storage: Storage) -> list[SourceFile]:
             storage.filesystem.open_input_file(storage.root).close()  # raises now, before engines start
         entry = storage.parent.entry(storage.name)
         return [_source_file(storage.parent, entry)] if entry is not None else []
+    found = _known(storage, storage.entries(), SUFFIXES)
+    return found or _known(storage, _in_partitions(storage), NAMED_SUFFIXES)
+
+
+def _known(
+    storage: Storage, entries: Iterable[Entry], suffixes: Mapping[str, InputFormat]
+) -> list[SourceFile]:
+    """Return the files of known formats whose names do not begin like those that programs leave."""
     return [
         _source_file(storage, entry)
-        for entry in storage.entries()
-        if PurePosixPath(entry.name).suffix.lower() in SUFFIXES and not entry.name.startswith(HIDDEN)
+        for entry in entries
+        if _format_of(entry.name, suffixes) and not PurePosixPath(entry.name).name.startswith(HIDDEN)
     ]
+
+
+def _in_partitions(storage: Storage) -> list[Entry]:
+    entries = storage.entries(recursive=True)
+    return [entry for entry in entries if all(map(_is_partition, entry.name.split("/")[:-1]))]
 
 
 def _source_file(storage: Storage, entry: Entry) -> SourceFile:

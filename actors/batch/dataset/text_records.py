@@ -1,6 +1,6 @@
-"""Records of text files: lines of JSON, lines of text, and CSV rows, each with its byte offset.
+"""Records of text files: lines of JSON, lines of text, and rows of CSV or TSV, each with its byte offset.
 
-From any offset later records can be read, so engines read only the rows they answer. A CSV row may span
+From any offset later records can be read, so engines read only the rows they answer. A row of CSV may span
 lines. Blank lines are not records. A malformed record does not affect others. pyarrow's readers provide none
 of this (docs/decisions/batch-input.md).
 """
@@ -19,7 +19,8 @@ import pyarrow as pa
 
 from .row_requests import Record
 
-TextFormat = Literal["jsonl", "openai", "csv", "text"]
+TextFormat = Literal["jsonl", "openai", "csv", "tsv", "text"]
+DELIMITERS = {"csv": ",", "tsv": "\t"}
 Raw = bytes | list[str]  # a line, or the fields of a CSV row
 BOM = b"\xef\xbb\xbf"  # Windows programs write it before UTF-8
 NOT_UTF8 = "it is not UTF-8 text"
@@ -43,14 +44,15 @@ class BadRecordError(Exception):
 
 
 class TextFile:
-    """An open file of records. Raises BadTextError. `header`: the columns of a CSV file."""
+    """An open file of records. Raises BadTextError. `header`: the columns of a CSV or TSV file."""
 
-    def __init__(self, file: pa.NativeFile, format: TextFormat, buffer_bytes: int) -> None:
+    def __init__(self, file: pa.NativeFile | io.RawIOBase, format: TextFormat, buffer_bytes: int) -> None:
         self._format: TextFormat = format
         self._file = io.BufferedReader(file, buffer_bytes)  # type: ignore[arg-type]  # it has RawIOBase's methods
         self.header: list[str] = []
-        if format == "csv":
-            _, raw = next(_csv_records(self.lines()), (0, None))
+        self._delimiter = DELIMITERS.get(format)
+        if self._delimiter is not None:
+            _, raw = next(_csv_records(self.lines(), self._delimiter), (0, None))
             self.header = raw if isinstance(raw, list) else []
             if twice := {name for name in self.header if self.header.count(name) > 1}:
                 self.close()
@@ -83,9 +85,9 @@ class TextFile:
     def raw_records(self, offset: int = 0, digest: hashlib._Hash | None = None) -> Iterator[tuple[int, Raw]]:
         """Yield offset and content of each record from `offset` on, without the header of CSV."""
         lines = self.lines(offset, digest)
-        if self._format != "csv":
+        if self._delimiter is None:
             return ((at, line) for at, line in lines if line.strip())
-        records = _csv_records(lines)
+        records = _csv_records(lines, self._delimiter)
         if offset == 0:
             next(records, None)
         return records
@@ -98,14 +100,16 @@ class TextFile:
                 raise BadRecordError(f"{why} in quotes.", json.dumps(raw, ensure_ascii=False))
             return {name: field or None for name, field in zip(self.header, raw, strict=False)}
         text = raw.decode("utf-8").rstrip("\r")
-        if self._format == "csv":
-            raise BadRecordError("The row is not CSV: it has a carriage return outside quotes.", text)
+        if self._delimiter is not None:
+            raise BadRecordError(
+                f"The row is not {self._format.upper()}: it has a carriage return outside quotes.", text
+            )
         return {"prompt": text} if self._format == "text" else {"text": text}
 
 
-def _csv_records(lines: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, Raw]]:
+def _csv_records(lines: Iterator[tuple[int, bytes]], delimiter: str) -> Iterator[tuple[int, Raw]]:
     taken = _CsvLines(lines)
-    reader = csv.reader(taken)
+    reader = csv.reader(taken, delimiter=delimiter)
     while True:
         taken.lines.clear()
         try:

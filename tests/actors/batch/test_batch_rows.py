@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -272,14 +274,22 @@ def test_an_unreadable_dataset_is_refused_before_anything_starts(tmp_path: Path)
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 not really")
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
     (tmp_path / "empty.jsonl").write_text("\n")
-    (tmp_path / "table.tsv").write_text("prompt\nx\n")
+    (tmp_path / "table.xyz").write_text("prompt\nx\n")
+    (tmp_path / "rows.parquet.gz").write_bytes(b"")
+    (tmp_path / "array.json").write_text('[{"prompt": "x"}]')
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(random.randbytes(5000).hex().encode())[:-99])
+    (tmp_path / "not.jsonl.zst").write_bytes(b"plain")
     (tmp_path / "folder").mkdir()
     for name, said in (
         ("nowhere.jsonl", "cannot be read"),
         ("broken.parquet", "not a readable Parquet"),
         ("latin.jsonl", "not UTF-8"),
         ("empty.jsonl", "no rows"),
-        ("table.tsv", ".tsv"),
+        ("table.xyz", ".xyz"),
+        ("rows.parquet.gz", ".gz"),
+        ("array.json", "one JSON array"),
+        ("cut.jsonl.gz", "Truncated"),
+        ("not.jsonl.zst", "cannot be read"),
         ("folder", "files"),
         (".", "--input-format"),
     ):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import os
 import pickle
+import random
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -21,23 +23,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.actors.batch import row_index
 from manta.actors.batch.dataset import row_reader, text_records
+from manta.actors.batch.dataset.compressed_file import CompressedFile
 from manta.actors.batch.dataset.passthrough_columns import ColumnTypes, as_members, passed_through
 from manta.actors.batch.dataset.row_reader import Row, RowReader, id_of, record_of
 from manta.actors.batch.dataset.row_requests import RowSchema, content_id, id_hash, parse_line
-from manta.actors.batch.dataset.source import Dataset, open_source
+from manta.actors.batch.dataset.source import Dataset, check_columns, open_source
 from manta.actors.batch.ledger.output_parts import OutputForm, part_content
 from manta.actors.batch.row_answerer import RESULT_SCHEMA, failure
 from manta.actors.batch.row_index import RowIndex, index_rows
 from manta.cluster.batch.row_ranges import from_rows
 from manta.cluster.errors import DatasetError, RequestError
 
-FORMATS = ("parquet", "jsonl", "openai", "csv", "text")
+PLAIN = ("parquet", "jsonl", "openai", "csv", "tsv", "text")
+FORMATS = (*PLAIN, "jsonl.gz", "csv.zst", "text.bz2", "openai.lz4")
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r"), max_size=12)
 
 
 def write(folder: Path, format: str, files: list[list[str]], rows_per_group: int = 7) -> Dataset:
     """Write rows with these prompts into a number of files."""
     folder.mkdir(exist_ok=True)
+    format, _, codec = format.partition(".")
     suffix = {"openai": "jsonl", "text": "txt"}.get(format, format)
     for number, prompts in enumerate(files):
         path = folder / f"{number:03d}.{suffix}"
@@ -45,9 +50,9 @@ def write(folder: Path, format: str, files: list[list[str]], rows_per_group: int
         if format == "parquet":
             schema = pa.schema([("id", pa.string()), ("prompt", pa.string())])
             pq.write_table(pa.Table.from_pylist(rows, schema), path, row_group_size=rows_per_group)
-        elif format == "csv":
+        elif format in ("csv", "tsv"):
             out = io.StringIO(newline="")
-            writer = csv.DictWriter(out, ["id", "prompt"])
+            writer = csv.DictWriter(out, ["id", "prompt"], delimiter="," if format == "csv" else "\t")
             writer.writeheader()
             writer.writerows(rows)
             path.write_bytes(out.getvalue().encode())
@@ -59,6 +64,10 @@ def write(folder: Path, format: str, files: list[list[str]], rows_per_group: int
             path.write_bytes(
                 "".join(line + ("\r\n\n" if i % 2 else "\n") for i, line in enumerate(lines)).encode()
             )
+        if codec:
+            with pa.output_stream(f"{path}.{codec}", compression="detect") as stream:
+                stream.write(path.read_bytes())
+            path.unlink()
     return open_source([folder], format)  # type: ignore[arg-type]
 
 
@@ -83,7 +92,7 @@ def prompt_of(row: Row, layout: RowSchema) -> Any:
 def test_rows_are_returned_once_and_unchanged_for_any_selection(
     format: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    text = TEXT.filter(lambda t: bool(t.strip()) and "\n" not in t) if format == "text" else TEXT
+    text = TEXT.filter(lambda t: bool(t.strip()) and "\n" not in t) if format[:4] == "text" else TEXT
     files = data.draw(st.lists(st.lists(text, max_size=40), min_size=1, max_size=4))
     prompts = [prompt for file in files for prompt in file]
     if not prompts:
@@ -281,7 +290,7 @@ def test_a_changed_file_has_another_identity(tmp_path: Path) -> None:
     assert open_source([tmp_path]).identity() == [first | {"modified": 1.0}, second]
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", PLAIN)
 def test_different_content_of_the_same_size_and_time_has_another_identity(
     tmp_path: Path, format: str
 ) -> None:
@@ -411,3 +420,51 @@ def test_columns_that_results_cannot_hold_are_refused(tmp_path: Path) -> None:
         with pytest.raises(DatasetError, match=said) as refused:
             columns_of(path, columns, **layout)
         assert refused.value.param == "columns"
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_folders_of_hives_partitions_are_columns_of_their_rows(format: str, tmp_path: Path) -> None:
+    """As pyarrow and DuckDB read them; the rows' ids do not depend on them."""
+    places = ("year=2025/lang=de", "year=2026/lang=a%20b", "year=2026/lang=__HIVE_DEFAULT_PARTITION__")
+    for number, place in enumerate((*places, "other/x", "year=2026/_temporary")):
+        path = tmp_path / place / f"rows.{format}"
+        path.parent.mkdir(parents=True)
+        row = {"prompt": f"p{number}", "lang": "the folder's counts"}
+        path.write_text(json.dumps(row) + "\n")
+        if format == "parquet":
+            pq.write_table(pa.Table.from_pylist([row]), path)
+    source = open_source([tmp_path])
+    layout = RowSchema(lines=source.lines, columns=("year", "lang"), template="{prompt} {year}")
+    assert {"prompt", "year", "lang"} == set(source.columns())
+    check_columns(source, layout)
+    with pytest.raises(DatasetError, match="id_column: year is in the names of folders"):
+        check_columns(source, RowSchema(lines=source.lines, id_column="year"))
+
+    def read(layout: RowSchema) -> tuple[pa.Schema, list[Row]]:
+        found = index_rows(source, layout)
+        return found.columns, RowReader(source, layout).read(found.spans(((0, found.num_rows),)))
+
+    columns, rows = read(layout)
+    records = [record_of(row, layout) for row in rows]
+    expected = [("p0", 2025, "de"), ("p2", 2026, None), ("p1", 2026, "a b")]
+    assert [(each["prompt"], each["year"], each["lang"]) for each in records] == expected
+    columns = as_members(columns) if source.lines else columns
+    assert [str(passed_through(each, columns, "{}")["year"]) for each in records] == ["2025", "2026", "2026"]
+    _, earlier = read(RowSchema(lines=source.lines, version=1))
+    assert [id_of(row, layout) for row in rows] == [id_of(row, layout) for row in earlier]
+    assert not earlier[0].partition
+
+
+def test_a_compressed_file_is_decompressed_once_and_no_further_than_it_is_read(tmp_path: Path) -> None:
+    content = random.Random(5).randbytes(5 * 2**20)
+    (tmp_path / "rows.txt.gz").write_bytes(gzip.compress(content[: 2**20]) + gzip.compress(content[2**20 :]))
+    source = pa.OSFile(str(tmp_path / "rows.txt.gz"))
+    with CompressedFile(source, "gzip") as file:
+        assert file.read(10) == content[:10]
+        assert source.tell() < 2 * 2**20
+        for at in (3 * 2**20, 7, 2**20 - 5):
+            file.seek(at)
+            assert file.read(10) == content[at : at + 10]
+        file.seek(0)
+        assert file.read() == content
+    assert source.closed
