@@ -17,7 +17,13 @@ from typing import Any, NoReturn
 import pyarrow as pa
 
 from ...actors.batch.dataset.row_reader import Row
-from ...actors.batch.dataset.row_requests import ID_COLUMNS, PROMPT_COLUMNS, SAMPLING_COLUMNS, RowSchema
+from ...actors.batch.dataset.row_requests import (
+    CHAT_COLUMNS,
+    ID_COLUMNS,
+    PROMPT_COLUMNS,
+    SAMPLING_COLUMNS,
+    RowSchema,
+)
 from ...actors.batch.row_answerer import LOGPROBS_TYPE, Result, RowAnswerer
 from ...actors.engine.async_engine import AsyncEngine
 from ...actors.http.protocol.protocol import check_extra_fields
@@ -32,7 +38,7 @@ logger = logging.getLogger(__name__)
 SAMPLING_COLUMN = "sampling_params"
 ERROR_COLUMN = "__inference_error__"
 # No other columns are read: one with the name of a sampling field may mean something else.
-READ_COLUMNS = (*PROMPT_COLUMNS, *ID_COLUMNS, "chat_template_kwargs", SAMPLING_COLUMN)
+READ_COLUMNS = (*PROMPT_COLUMNS, *ID_COLUMNS, *CHAT_COLUMNS, "chat_template_kwargs", SAMPLING_COLUMN)
 # In `ray.data.llm` another stage may convert tokens to text.
 IGNORED_SAMPLING = ("detokenize",)
 ANSWER_SCHEMA = pa.schema(

@@ -125,7 +125,8 @@ def build_processor(
 
     Args:
         preprocess: returns columns that the engine reads: `messages`, or `prompt` (text or token ids), and
-            optionally `sampling_params` and `chat_template_kwargs`. The row's other columns stay.
+            optionally `sampling_params`, `chat_template_kwargs`, and fields of chats (`tools`, `tool_choice`,
+            `reasoning_effort` ...). The row's other columns stay.
         postprocess: returns the final columns, given a row with its answer.
         preprocess_map_kwargs, postprocess_map_kwargs: for `Dataset.map`, e.g. num_cpus.
 

@@ -119,9 +119,13 @@ def read_rows(path: Path, count: int | None = None) -> list[PromptRow]:
             f"prompts: {path} does not exist. Give a JSONL file with --prompts.",
             param="prompts",
         )
-    if not open_source([path]).lines:
+    source = open_source([path])
+    if not source.lines:
         raise DatasetError(f"prompts: {path} must be a JSONL file.", param="prompts")
-    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    lines: list[bytes] = []
+    for file in source.files:
+        with file.reading(), file.open_text("jsonl") as text:
+            lines += [line for _, line in text.raw_records() if isinstance(line, bytes)]
     some = len(lines) if count is None else min(count, len(lines))
     records = [parse_line(lines[i * len(lines) // (count or some)]) for i in range(some)]
     layout = RowSchema(category_column="category")
