@@ -25,11 +25,14 @@ from ..http.protocol.chat_completion import (
     check_tools,
     conversation,
     reading_of,
+    unused_fields,
 )
 from ..http.protocol.completion import CompletionShape
 from ..http.protocol.prompt_echo import PromptParts, without_answer
 from ..http.wire.errors import error_body
+from ..structured_outputs.grammar_frontend import left_out
 from ..tokenization.generation_config import GenerationDefaults
+from ..tokenization.tokenizer import Tokenizer
 from .dataset.passthrough_columns import passed_through
 from .dataset.row_reader import Row, id_of, record_of
 from .dataset.row_requests import RowRequest, RowSchema, category_of, read_request
@@ -216,7 +219,7 @@ class RowAnswerer:
             "cached_prompt_tokens": metrics.num_cached_tokens,
             "acceptance_histogram": metrics.acceptance_histogram,
             "logprobs": _logprobs(first, request.params.logprobs),
-            "ignored": request.ignored,
+            "ignored": ignored_fields(request, self._engine.tokenizer),
         }
         response = self._response(request, answer, parser_factory, prompt_parts)
         if self._layout.kind != "openai" and not (
@@ -293,6 +296,15 @@ def unanswered(
 
 def _line(row: Row, layout: RowSchema) -> str | None:
     return row.record["text"] if layout.lines else None
+
+
+def ignored_fields(request: RowRequest, tokenizer: Tokenizer | None) -> list[str]:
+    """Return the row's columns and fields without effect, as HTTP names them in X-Ignored-Params."""
+    ignored = [*request.ignored, *left_out(request.params.structured_outputs)]
+    body = request.body
+    if isinstance(body, ChatRequest) and tokenizer is not None:
+        ignored += unused_fields(body, body.messages, tokenizer)
+    return list(dict.fromkeys(ignored))
 
 
 def _says_more(response: Mapping[str, Any], text: str) -> bool:

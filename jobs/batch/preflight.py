@@ -25,6 +25,7 @@ from ...actors.batch.dataset.row_requests import (
 )
 from ...actors.batch.dataset.source import Dataset, check_columns, open_source
 from ...actors.batch.dataset.storage import Storage
+from ...actors.batch.row_answerer import ignored_fields
 from ...actors.batch.row_index import Duplicates, RowIndex, index_rows
 from ...actors.batch.row_stats import NameCounts
 from ...actors.http.protocol.chat_completion import ChatRequest, conversation
@@ -256,11 +257,11 @@ class _RowChecker:
         self._tokenizer = load_tokenizer(config)
         self._generation = GenerationDefaults.load(plan.target_folder)
 
-    def check(self, row: Row) -> tuple[EncodedPrompt, int, int, tuple[str, ...]]:
+    def check(self, row: Row) -> tuple[EncodedPrompt, int, int, list[str]]:
         """Return the prompt, its tokens after truncation, the most completion tokens, and what is ignored."""
         record = record_of(row, self._layout)
         request = read_request(record, self._layout, self._generation, id_of(row, self._layout))
-        body, params = request.body, request.params
+        body, params, ignored = request.body, request.params, ignored_fields(request, self._tokenizer)
         given = (
             conversation(body, body.messages, self._tokenizer)
             if isinstance(body, ChatRequest)
@@ -274,7 +275,7 @@ class _RowChecker:
         if length >= self.max_model_len:
             raise _TooLongError(length, self.max_model_len)
         free = self.max_model_len - length
-        return prompt, length, min(free, params.max_tokens or free) * params.n, request.ignored
+        return prompt, length, min(free, params.max_tokens or free) * params.n, ignored
 
 
 def _rows(source: Dataset, layout: RowSchema, index: RowIndex, wanted: int | None) -> Iterator[Row]:

@@ -29,6 +29,7 @@ from ....cluster.request.request import SamplingParams
 from ...http.protocol.chat_completion import ChatRequest
 from ...http.protocol.completion import OPENAI_MAX_TOKENS, CompletionRequest
 from ...http.protocol.protocol import check_extra_fields
+from ...http.wire.request_model import unknown_fields
 from ...tokenization.client_messages import loads, replace_escapes
 from ...tokenization.generation_config import DEFAULT_MAX_TOKENS, GenerationDefaults
 
@@ -200,7 +201,8 @@ def read_request(
     limit = DEFAULT_MAX_TOKENS
     if layout.kind == "openai":
         limit = None if url == CHAT_URL else OPENAI_MAX_TOKENS
-    ignored = check_extra_fields(request.model_extra or {}, type(request).model_fields, "ignore")
+    extra, known = request.model_extra or {}, type(request).model_fields
+    ignored = check_extra_fields(extra, known, "ignore", unknown_fields(request))
     if layout.kind == "dataset":
         ignored += _unread_columns(record, layout)
     return RowRequest(url, request, request.sampling_params(generation, limit), tuple(ignored))
