@@ -36,6 +36,7 @@ from .structural_tags import lark_of_tags
 logger = logging.getLogger(__name__)
 
 MAX_CHOICES = 4096
+MAX_LOGGED = 64  # schemas whose keywords that are not enforced are logged
 # Two quick trials at a time and one slow one, so that slow grammars do not delay others.
 NUM_QUICK, NUM_SLOW = 2, 1
 DEFAULTS = StructuredOutputsConfig()
@@ -72,6 +73,7 @@ class GrammarFrontend:
     ) -> None:
         self._validator = None
         self._config = config
+        self._logged: set[tuple[str, ...]] = set()
         if tokenizer is not None and (known := tokenizer.ids_in_vocabulary(eos_token_ids)):
             self._validator = GrammarValidator(tokenizer.to_json(), vocab_size, known)
         self._holder = holder
@@ -95,12 +97,7 @@ class GrammarFrontend:
         return cls(tokenizer, info.vocab_size, info.eos_token_ids, holder, outputs)
 
     def compile(self, params: SamplingParams) -> SamplingParams:
-        """Add the grammar for `structured_outputs`. Blocks. Raises RequestError, which names the field.
-
-        Logs what cannot be enforced.
-        """
-        if names := left_out(params.structured_outputs):
-            logger.warning("not enforced: %s", ", ".join(names))
+        """Add the grammar for `structured_outputs`. Blocks. Raises RequestError, which names the field."""
         found = self._checked(params, QUICK_S) or self._checked(params, SLOW_S)
         assert found is not None, "a slow trial answers"
         return found
@@ -199,11 +196,18 @@ class GrammarFrontend:
         if params.grammar is not None:
             kind, text, after = params.grammar.kind, params.grammar.text, params.grammar.after_token_ids
         elif outputs is not None:
-            (kind, text), after = written_grammar(outputs, self._config), outputs.after_token_ids
+            ((kind, text), names), after = _written(outputs, self._config), outputs.after_token_ids
+            self._log_left_out(names)
         else:
             return params
         grammar = self._compile_trial(kind, text, after, _field(params), cpu_s)
         return None if grammar is None else replace(params, grammar=grammar)
+
+    def _log_left_out(self, names: tuple[str, ...]) -> None:
+        """Log keywords that are not enforced, once: rows of a batch have them by the thousand."""
+        if names and names not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(names)
+            logger.warning("JSON schemas with keywords that cannot be enforced: %s", ", ".join(names))
 
     def _compile_trial(
         self, kind: str, text: str, after: tuple[int, ...], field: str, cpu_s: float

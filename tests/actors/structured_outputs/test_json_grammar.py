@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jsonschema.exceptions import best_match
 from llguidance import LLMatcher, LLTokenizer
 from manta.actors.structured_outputs.json_grammar import COMPACT, INDENTED, SPACED, JsonLayout, json_rule
-from manta.actors.structured_outputs.json_schema import enforced_schema
+from manta.actors.structured_outputs.json_schema import SchemaReader, enforced_schema
 from support.oracles.schemas import HELD, LEFT_OUT
 
 FIELD = "schema"
@@ -172,3 +172,45 @@ def test_what_the_grammar_of_any_schema_allows_fits_it(
 ) -> None:
     assume(isinstance(schema, dict))
     check_texts({**schema, "$defs": {"d": definition}}, layout, random.Random(seed), 3)
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "integer"}, ("0", "-7", "18446744073709551615"), ("1" * 21, "01")),
+        ({"type": "number"}, ("6.02e23", "-1e-34", "0.1"), ("1." + "1" * 21, "1e1000", "1" * 21)),
+        ({"type": "number", "minimum": 0}, ("0", "2.5e-9"), ("-1", "1." + "1" * 21)),
+        ({"type": "number", "exclusiveMinimum": 0}, ("0.001", "10"), ("0", "0.0", "0e5")),
+        ({"type": "number", "maximum": 99.5}, ("99.25", "-3"), ("100", "1." + "1" * 21, "-" + "1" * 21)),
+        ({"type": "string", "format": "duration"}, ('"P1DT2H"',), ('"P' + "1" * 21 + 'D"',)),
+        (True, ("[" * 8 + "]" * 8,), ("[" * 9 + "]" * 9,)),
+        ({"const": 9007199254740993}, ("9007199254740993",), ("9007199254740992",)),
+        ({"type": "object"}, ('{"k":[{"l":1}]}',), ('{"' + "k" * 257 + '":1}',)),
+    ],
+)
+def test_numbers_depth_and_names_have_an_end(
+    schema: Any, good: tuple[str, ...], bad: tuple[str, ...]
+) -> None:
+    matcher = matcher_of(schema)
+    assert all(allows(matcher, text) for text in good)
+    assert not any(allows(matcher, text) for text in bad)
+
+
+def test_whitespace_is_a_space_or_a_newline_and_the_indentation_of_the_depth() -> None:
+    schema = {"properties": {"a": {"items": {"type": "integer"}}, "b": {}}, "type": "object"}
+    indented, compact, spaced = (matcher_of(schema, layout) for layout in (INDENTED, COMPACT, SPACED))
+    value = {"a": [1, 2], "b": None}
+    for indent in (2, 4, "\t"):
+        assert allows(indented, json.dumps(value, indent=indent))
+    assert allows(indented, json.dumps(value)) and allows(indented, '{ "a": [1], "b": 2 }')
+    for text in ('{  "a":1}', '{\n\n"a":1}', '{"a" :1}', '{\n     "a":1}', '{"a":\n1}', '{"a":1 ,"b":2}'):
+        assert not allows(indented, text), text
+    assert allows(compact, '{"a":[1,2],"b":null}') and not allows(compact, json.dumps(value))
+    assert allows(spaced, json.dumps(value)) and not allows(spaced, '{"a":[1,2],"b":null}')
+
+
+def test_objects_that_name_their_properties_can_be_closed() -> None:
+    schema = {"properties": {"a": {"type": "object"}}, "type": "object"}
+    rule = json_rule(SchemaReader(closes_objects=True).read(schema, FIELD), COMPACT)
+    matcher = LLMatcher(BYTES, LLMatcher.grammar_from_lark(f"start: {rule}"), log_level=0)
+    assert allows(matcher, '{"a":{"x":1}}') and not allows(matcher, '{"b":1}')

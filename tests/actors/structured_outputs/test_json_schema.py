@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from manta import StructuredOutputsParams
+from manta.actors.structured_outputs.grammar_frontend import written_grammar
 from manta.actors.structured_outputs.json_schema import EnforcedSchema, enforced_schema
-from manta.cluster.errors import RequestError
+from manta.cluster.config import EngineConfig, StructuredOutputsConfig
+from manta.cluster.errors import ConfigError, RequestError
 from support.oracles.schemas import HELD, LEFT_OUT
 
 FIELD = "response_format.json_schema.schema"
@@ -157,3 +161,27 @@ def test_a_part_of_a_schema_stands_alone() -> None:
 def test_patterns_are_those_of_ecma_262_with_ascii_classes(pattern: str, good: str, bad: str) -> None:
     found = enforced_schema({"type": "string", "pattern": pattern}, FIELD)
     assert not found.left_out and allows(found, good) and not allows(found, bad)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"disable_any_whitespaces": True}, "Did you mean structured_outputs_config.disable_any_whitespace"),
+        ({"reasoning_parser": "qwen3"}, "reasoning_parser is not supported"),
+        ({"enable_in_reasoning": True}, "enable_in_reasoning is not supported"),
+        ({"backend": "lark"}, "xgrammar"),
+        ({"disable_any_whitespace": "yes"}, "True, False"),
+    ],
+)
+def test_a_setting_that_has_no_meaning_here_is_refused_by_name(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig(model="m", structured_outputs_config=settings)
+
+
+def test_vllm_s_config_makes_json_compact() -> None:
+    settings = {"backend": "xgrammar", "disable_any_whitespace": True, "reasoning_parser": ""}
+    config = StructuredOutputsConfig.of(settings)
+    requested = StructuredOutputsParams(json={"type": "array"})
+    _, text = written_grammar(requested, config)
+    assert text == written_grammar(replace(requested, disable_any_whitespace=True))[1]
+    assert text != written_grammar(requested)[1]
