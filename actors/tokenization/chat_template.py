@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 from ...cluster.errors import RequestError
-from .client_messages import ArgumentForms, Message, TemplateRoles, has_calls
+from .client_messages import Message, TemplateRoles, has_calls, text_of
 from .jinja_template import JinjaTemplate
+from .message_forms import ArgumentForms, ContentForms
 from .tokenizer_config import DEFAULT, TOOL_USE
 from .typescript_tools import declare, sort_keys
 
@@ -22,6 +23,17 @@ TEMPLATE_ARGUMENTS = frozenset(
     {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"}
 )
 _TYPESCRIPT = "tools_ts_str"  # a template's variable for tools in TypeScript
+MAX_REQUEST_TEMPLATES = 16  # compiled templates of requests that are kept
+# Added to the final message, to find its end. It ends with a space because templates may remove that.
+_END = "<end of the final message> "
+_PROBED_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "manta_probe",
+        "description": "Probes.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}},
+    },
+}
 
 
 class ChatTemplate:
@@ -64,10 +76,13 @@ class ChatTemplate:
         self._jinja = self._tool_jinja = _Jinja(source, given)
         if TOOL_USE in self._named:
             self._tool_jinja = _Jinja(self._named[TOOL_USE], given)
+        self._another = lru_cache(MAX_REQUEST_TEMPLATES)(self._compile)
 
     def another(self, source: str) -> ChatTemplate:
         """Return the same with other Jinja source, or with the named template `source`."""
-        source = self._named.get(source, source)
+        return self._another(self._named.get(source, source))
+
+    def _compile(self, source: str) -> ChatTemplate:
         return ChatTemplate(source, self._special_tokens, self._defaults, sorts_tools=self._sorts_tools)
 
     def uses(self, variable: str) -> bool:
@@ -96,26 +111,32 @@ class ChatTemplate:
                 param=f"chat_template_kwargs.{name}",
             )
         jinja = self._tool_jinja if tools else self._jinja
-        tools = self._sorted_tools(tools or ())
-        declared: dict[str, Any] = {}
-        if self._declares and tools and (typescript := declare(tools)) is not None:
-            declared[_TYPESCRIPT] = typescript  # otherwise the template writes JSON
         messages = jinja.fit(messages)
+        if continue_final_message:
+            messages = _with_end(messages)
         arguments = {
-            "tools": tools or None,
             "documents": list(documents) if documents else None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            **self._tool_arguments(tools or ()),
         }
-        text = jinja.render(
-            messages, {**self._special_tokens, **arguments, **declared, **self._defaults, **variables}
-        )
+        text = jinja.render(messages, {**self._special_tokens, **arguments, **self._defaults, **variables})
         if len(text) > MAX_PROMPT_CHARS:
             raise RequestError(
                 f"messages: the chat template makes {len(text)} characters of them; at most "
                 f"{MAX_PROMPT_CHARS}.",
                 param="messages",
             )
-        return _cut_after_final_message(text, messages) if continue_final_message else text
+        jinja.check_text(messages, text)
+        if tools and not jinja.writes_tools(messages, self._tool_arguments):
+            by_client = variables or any("tools" in message for message in messages)
+            _check_tools(tools, text if by_client else "")
+        return _cut_after_final_message(text) if continue_final_message else text
+
+    def _tool_arguments(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        tools = self._sorted_tools(tools)
+        if self._declares and tools and (typescript := declare(tools)) is not None:
+            return {"tools": tools, _TYPESCRIPT: typescript}
+        return {"tools": tools or None}  # the template writes JSON
 
     def _sorted_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         if not self._sorts_tools:
@@ -131,19 +152,55 @@ class _Jinja:
         self._template = JinjaTemplate(source)
         self._variables = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
         self._roles = TemplateRoles(self.render, names_developers="developer" in source)
+        self._contents = ContentForms(self._text)
+        self._names_messages = "messages" in source
+        self._writes_tools: dict[str, bool] = {}
 
     def fit(self, messages: Sequence[Message]) -> list[Message]:
         return self._roles.fit(messages)
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
         """Raises RequestError if the template rejects the messages."""
+        messages = self._contents.apply(messages)
         if has_calls(messages):
             messages = self._argument_forms.apply(messages)
         return self._text(messages, variables)
 
+    def check_text(self, messages: Sequence[Message], text: str) -> None:
+        """Raise RequestError if the template left out what users wrote: it takes it in no form."""
+        if self._roles.takes("user") or not self._names_messages:
+            return
+        for message in messages:
+            if message.get("role") == "user" and text_of(message).strip() not in text:
+                raise RequestError(
+                    "messages: the chat template leaves out the text of messages. Start the server with "
+                    "another --chat-template, or use /v1/completions.",
+                    param="messages",
+                )
+
+    def writes_tools(
+        self,
+        messages: Sequence[Message],
+        arguments: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]],
+    ) -> bool:
+        """Return whether tools are written into prompts of messages that begin with the same role.
+
+        `arguments`: makes the template's variables of tools.
+        """
+        first = messages[0].get("role") or ""
+        if first not in self._writes_tools:
+            roles = dict.fromkeys((first, "user"))
+            variables = {**self._variables, **arguments([_PROBED_TOOL])}
+            try:
+                text = self.render([{"role": role, "content": "x"} for role in roles], variables)
+            except RequestError:
+                text = ""
+            self._writes_tools[first] = _PROBED_TOOL["function"]["name"] in text
+        return self._writes_tools[first]
+
     @cached_property
     def _argument_forms(self) -> ArgumentForms:
-        return ArgumentForms.of(self._text)
+        return ArgumentForms.of(lambda messages: self._text(self._contents.apply(messages)))
 
     def _text(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
         given = self._variables if variables is None else variables
@@ -156,13 +213,39 @@ def _refusing(named: Mapping[str, str]) -> str:
     return f"{{{{ raise_exception({json.dumps(reason)}) }}}}"
 
 
-def _cut_after_final_message(text: str, messages: Sequence[Message]) -> str:
-    """Drop what the template put after the last message, so that the model continues it."""
-    final = str(messages[-1].get("content") or "").strip()
-    at = text.rfind(final)
-    if not final or at < 0:
+def _check_tools(tools: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Raise RequestError unless the text, which the client's own variables may have made, names all tools."""
+    if not all(str(tool.get("function", tool).get("name")) in text for tool in tools):
         raise RequestError(
-            "continue_final_message: the final message must have text that the chat template keeps.",
-            param="continue_final_message",
+            "tools: this model's chat template does not write tools, so the model would not see them. Leave "
+            "them out and describe them in a message, or start the server with a --chat-template that writes "
+            "them.",
+            param="tools",
         )
-    return text[: at + len(final)]
+
+
+def _with_end(messages: Sequence[Message]) -> list[Message]:
+    """Add a mark to the end of the final message's text."""
+    *others, final = messages
+    content = final.get("content")
+    if not text_of(final).strip():
+        raise _no_final_text()
+    if isinstance(content, str):
+        return [*others, {**final, "content": content + _END}]
+    *parts, last = content or ()
+    return [*others, {**final, "content": [*parts, {**last, "text": last["text"] + _END}]}]
+
+
+def _cut_after_final_message(text: str) -> str:
+    """Drop what the template put after the last message, so that the model continues it."""
+    at = text.rfind(_END.rstrip())
+    if at < 0:
+        raise _no_final_text()
+    return text[:at] if text.startswith(_END, at) else text[:at].rstrip()
+
+
+def _no_final_text() -> RequestError:
+    return RequestError(
+        "continue_final_message: the final message must have text that the chat template keeps.",
+        param="continue_final_message",
+    )

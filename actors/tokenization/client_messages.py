@@ -19,9 +19,8 @@ What a template accepts is found by rendering short conversations, each once.
 
 *Arguments of calls* are JSON in a string for APIs, and objects for templates (transformers' convention).
 Models make mistakes and responses are cut off, so a string may not be a JSON object; the template then gets
-the text as the model wrote it. It is never an error, because clients send the history again with every turn.
-A template that cannot render text (it iterates an object's items) gets an object containing the text; a
-template that cannot render an object (it joins strings) gets JSON.
+the text as the model wrote it (`message_forms.py`). It is never an error, because clients send the history
+again with every turn.
 
 *Lone surrogates* (\ud800 to \udfff without a partner) are read as U+FFFD. JSON's escapes and Python's strings
 can hold half a character; UTF-8, tokenizers and orjson cannot. Models and tools write such halves (cut emoji,
@@ -34,7 +33,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -49,7 +47,7 @@ MAX_PROBED = 4  # leading messages; a template that accepts this many is assumed
 _BREAK = "\n\n"
 _REASONING = ("reasoning", "reasoning_content", "thinking")
 # Mistral's templates require an id of nine letters or digits.
-_CALL_ID = "probe0000"
+CALL_ID = "probe0000"
 
 
 class TemplateRoles:
@@ -153,8 +151,8 @@ class TemplateRoles:
 
 def _probe(role: str, text: str) -> Message:
     if not role.endswith("call"):
-        return {"role": role, "content": text} | ({"tool_call_id": _CALL_ID} if role == "tool" else {})
-    call = {"id": _CALL_ID, "type": "function", "function": {"name": "probe", "arguments": {}}}
+        return {"role": role, "content": text} | ({"tool_call_id": CALL_ID} if role == "tool" else {})
+    call = {"id": CALL_ID, "type": "function", "function": {"name": "probe", "arguments": {}}}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
     return message | ({"content": text, **dict.fromkeys(_REASONING, text)} if role == "said call" else {})
 
@@ -193,12 +191,7 @@ def _joined_all(messages: Sequence[Message], role: str) -> list[Message]:
 
 
 def _join(one: Message, other: Message) -> Message:
-    joined = dict(one)
-    contents = [content for each in (one, other) if (content := each.get("content"))]
-    if all(isinstance(content, str) for content in contents):
-        joined["content"] = _BREAK.join(contents)
-    else:
-        joined["content"] = [part for content in contents for part in _parts(content)]
+    joined = {**one, "content": _BREAK.join(filter(None, map(text_of, (one, other))))}
     for name in _REASONING:
         if other.get(name):
             joined[name] = _BREAK.join(filter(None, (one.get(name), other[name])))
@@ -207,19 +200,25 @@ def _join(one: Message, other: Message) -> Message:
     return joined
 
 
-def _parts(content: str | Sequence[object]) -> Sequence[object]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+def text_of(message: Message) -> str:
+    """Return the content; the texts of parts are lines."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def text_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 # Key of an object that wraps invalid arguments; Anthropic's documentation recommends it.
 INVALID_JSON = "INVALID_JSON"
 MAX_DEPTH = 64  # of an object given to templates; deeper arguments are passed as text
-_PROBE = "manta-probe"
+_LONG_INTEGER = re.compile(r"\d{19}")
 
 
 def parse_arguments(messages: Messages) -> list[Mapping[str, Any]]:
     """Make each call's arguments an object if they are one, else text."""
-    return _with_arguments(messages, _parsed)
+    return with_arguments(messages, _parsed)
 
 
 def read_object(arguments: str) -> dict[str, Any] | None:
@@ -236,32 +235,11 @@ def invalid_json(arguments: str) -> dict[str, Any]:
     return {INVALID_JSON: arguments}
 
 
-@dataclass(frozen=True, slots=True)
-class ArgumentForms:
-    objects: bool  # it renders objects
-    text: bool  # it renders text unchanged
-
-    @classmethod
-    def of(cls, render: Callable[[Messages], str]) -> ArgumentForms:
-        return cls(
-            objects=_rendered(render, {"key": _PROBE}) is not None,
-            text=_PROBE in (_rendered(render, f'{{"key": "{_PROBE}') or ""),
-        )
-
-    def apply(self, messages: Messages) -> list[Mapping[str, Any]]:
-        return _with_arguments(messages, self._written)
-
-    def _written(self, arguments: Any) -> Any:
-        if isinstance(arguments, str):
-            return arguments if self.text or not self.objects else invalid_json(arguments)
-        return arguments if self.objects or not self.text else json.dumps(arguments, ensure_ascii=False)
-
-
 def has_calls(messages: Messages) -> bool:
     return any(message.get("tool_calls") for message in messages)
 
 
-def _with_arguments(messages: Messages, change: Callable[[Any], Any]) -> list[Mapping[str, Any]]:
+def with_arguments(messages: Messages, change: Callable[[Any], Any]) -> list[Mapping[str, Any]]:
     return [
         {**message, "tool_calls": [_changed(call, change) for call in message["tool_calls"]]}
         if isinstance(message.get("tool_calls"), list | tuple)
@@ -279,11 +257,19 @@ def _changed(call: Any, change: Callable[[Any], Any]) -> Any:  # Any: input of `
 
 def _parsed(arguments: Any) -> Any:
     """Return arguments as an object or as text. None becomes an empty object."""
-    found = read_object(arguments) if isinstance(arguments, str) else {} if arguments is None else arguments
+    found = _read_exactly(arguments) if isinstance(arguments, str) else {} if arguments is None else arguments
     if not isinstance(found, Mapping) or not _depth_fits(found, MAX_DEPTH):
         return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     text = found.get(INVALID_JSON)
     return text if len(found) == 1 and isinstance(text, str) else found
+
+
+def _read_exactly(arguments: str) -> dict[str, Any] | None:
+    """Return the JSON object as `read_object` does, with integers of any length, which orjson rounds."""
+    found = read_object(arguments)
+    if not found or not _LONG_INTEGER.search(arguments):
+        return found
+    return json.loads(replace_escapes(without_surrogates(arguments).encode()))
 
 
 def _depth_fits(value: Any, maximum: int) -> bool:
@@ -292,21 +278,6 @@ def _depth_fits(value: Any, maximum: int) -> bool:
     if isinstance(value, list):
         return maximum > 0 and all(_depth_fits(each, maximum - 1) for each in value)
     return True
-
-
-def _rendered(render: Callable[[Messages], str], arguments: Any) -> str | None:
-    """Render a call with these arguments; None if the template rejects it."""
-    function = {"name": "probe", "arguments": arguments}
-    call = {"id": _CALL_ID, "type": "function", "function": function}
-    messages = [
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": call["id"], "name": "probe", "content": "x"},
-    ]
-    try:
-        return render(messages)
-    except RequestError:
-        return None
 
 
 # The escapes of a pair, or of a half alone.

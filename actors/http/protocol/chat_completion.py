@@ -16,6 +16,7 @@ from ....cluster.request.request import MAX_LOGPROBS, SamplingParams
 from ...chat.chat_model import AnswerParserFactory, ChatModel
 from ...chat.text_stream import AnswerDelta, CallPiece, TextPiece
 from ...engine.outputs import CompletionOutput
+from ...tokenization.client_messages import text_of, text_parts
 from ...tokenization.prompts import Chat, require_tokenizer
 from ...tokenization.tokenizer import Tokenizer
 from ..wire.json_io import Integer, JsonObject
@@ -225,14 +226,14 @@ class ChatMessage(RequestModel):
         return (f"content.{name}" for part in texts for name in unread_keys(part, "text"))
 
     def for_template(self, at: str) -> dict[str, Any]:
-        """Return the content as one string, and the reasoning under each usual name."""
-        message = {**(self.model_extra or {}), "role": self.role, "content": self.content or ""}
+        """Return the content as text or as text parts, and the reasoning under each usual name."""
+        others = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        message = {**others, "role": self.role, "content": self.content or ""}
         if self.role == "tool":
             message["content"] = output_text(self.content, f"{at}.content")
         elif isinstance(self.content, list):
-            message["content"] = "\n".join(
-                _text(part, f"{at}.content.{i}") for i, part in enumerate(self.content)
-            )
+            texts = (_text(part, f"{at}.content.{i}") for i, part in enumerate(self.content))
+            message["content"] = [part for text in texts for part in text_parts(text)] or ""
         if reasoning := self.reasoning_content or self.reasoning:
             message |= dict.fromkeys(("reasoning", "reasoning_content", "thinking"), reasoning)
         if self.tool_calls:
@@ -249,7 +250,7 @@ class ChatTemplateOptions(ToolOptions):
         chat_template: a Jinja template; needs trust_request_chat_template.
         chat_template_kwargs: variables for the template.
         documents: for templates that support them.
-        reasoning_effort: for templates that support it.
+        reasoning_effort: for templates that support it; auto is the template's default.
     """
 
     add_generation_prompt: bool = True
@@ -257,7 +258,9 @@ class ChatTemplateOptions(ToolOptions):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Literal["auto", "none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
 
     @model_validator(mode="after")
     def _check_ending(self) -> ChatTemplateOptions:
@@ -312,24 +315,19 @@ class ChatRequest(ChatTemplateOptions, GenerationRequest):
         """Text of the message that the answer continues; None if it continues none."""
         if not self.continue_final_message:
             return None
-        return self.messages[-1].for_template(f"messages.{len(self.messages) - 1}")["content"]
+        return text_of(self.messages[-1].for_template(f"messages.{len(self.messages) - 1}"))
 
 
 def conversation(
     options: ChatTemplateOptions, messages: Sequence[ChatMessage], tokenizer: Tokenizer | None
 ) -> Chat:
-    """Return the engine's chat. Raises RequestError for options that the template would ignore."""
+    """Return the engine's chat. Raises RequestError for documents that the template would ignore."""
 
     def uses(variable: str) -> bool:
         return require_tokenizer(tokenizer, "messages").template_uses(variable)
 
     variables = dict(options.chat_template_kwargs or {})
-    if options.reasoning_effort is not None:
-        if not uses("reasoning_effort"):
-            raise RequestError(
-                "reasoning_effort: this model's chat template does not support it. Leave it out.",
-                param="reasoning_effort",
-            )
+    if options.reasoning_effort not in (None, "auto"):
         variables["reasoning_effort"] = options.reasoning_effort
     if options.documents and not (uses("documents") or options.chat_template is not None):
         raise RequestError(
@@ -353,6 +351,8 @@ def unused_fields(
     """Return dotted names of what is passed to the chat template, which does not mention it."""
     calls = [call for message in messages for call in message.tool_calls or ()]
     passed = [f"chat_template_kwargs.{name}" for name in options.chat_template_kwargs or ()]
+    if options.reasoning_effort not in (None, "auto"):
+        passed.append("reasoning_effort")
     for at, parts in (("messages", messages), ("messages.tool_calls", calls)):
         passed += [
             f"{at}.{name}" for part in parts for name in part.model_extra or () if name not in DESCRIPTIONS

@@ -17,6 +17,7 @@ from manta.actors.chat.text_stream import concatenate
 from manta.actors.chat.tool_call_grammars import forced_calls
 from manta.actors.structured_outputs.grammar_frontend import written_grammar
 from manta.actors.tokenization.chat_template import ChatTemplate
+from manta.actors.tokenization.jinja_template import JinjaTemplate
 from manta.actors.tokenization.prompts import load_tokenizer
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.errors import ConfigError, RequestError
@@ -232,8 +233,8 @@ def test_templates_render_as_in_transformers(name: str) -> None:
     given: dict[str, Any] = {"tools": [*TOOLS], "documents": [{"text": "d"}]}
     options = {"chat_template": TEMPLATES[name], "add_generation_prompt": True, "whole_tools": True}
     rendered, _ = render_jinja_template([messages], **given, **options)
-    ours = ChatTemplate(TEMPLATES[name], {}, {"whole_tools": True})
-    assert ours.render(messages, **given) == rendered[0]
+    variables = {"messages": messages, "add_generation_prompt": True, "whole_tools": True}
+    assert JinjaTemplate(TEMPLATES[name]).render({**variables, **given}) == rendered[0]
 
 
 def test_templates_are_bounded_and_their_settings_are_checked() -> None:

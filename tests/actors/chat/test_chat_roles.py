@@ -101,13 +101,13 @@ def test_messages_after_a_tools_output_are_merged_into_it_if_no_user_message_may
     assert OURS["qwen35"]._jinja.fit(messages) == messages
 
 
-def test_joined_answers_keep_reasoning_calls_and_parts() -> None:
+def test_joined_messages_keep_reasoning_calls_and_the_text_of_parts() -> None:
     one = {**A, "reasoning_content": "R", "tool_calls": [CALL]}
     _, answer = OURS["mistral"]._jinja.fit([U, A, one])
     assert answer == {**one, "content": "A\n\nA"}
     parts = [{"type": "text", "text": "P"}]
     (user,) = OURS["mistral"]._jinja.fit([U, {"role": "user", "content": parts}])
-    assert user["content"] == [{"type": "text", "text": "U"}, *parts]
+    assert user["content"] == "U\n\nP"
 
 
 def test_calls_are_passed_in_the_form_that_a_template_accepts() -> None:

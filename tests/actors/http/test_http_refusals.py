@@ -61,8 +61,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"tool_choice": "required"}, "tool_choice", ""),
     (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", ""),
     (CHAT, {"documents": [{"text": "x"}]}, "documents", ""),
-    (CHAT, {"reasoning_effort": "high"}, "reasoning_effort", ""),
-    (CHAT, {"reasoning_effort": "huge"}, "reasoning_effort", 'Input should be "none", "minimal"'),
+    (CHAT, {"reasoning_effort": "huge"}, "reasoning_effort", 'Input should be "auto", "none"'),
     *(
         (path, {"messages": USER, "chat_template_kwargs": {name: False}}, f"chat_template_kwargs.{name}", "")
         for name in ("messages", "add_generation_prompt", "continue_final_message")

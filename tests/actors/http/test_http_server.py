@@ -152,6 +152,12 @@ def test_unknown_fields_are_named_in_a_header(http: httpx.Client) -> None:
     chat = {**GREEDY, "messages": USER, "chat_template_kwargs": {"style": "So:", "enable_thinking": False}}
     response = http.post("/v1/chat/completions", json=chat)
     assert response.headers["x-ignored-params"] == "chat_template_kwargs.enable_thinking"
+    response = http.post("/v1/chat/completions", json={**GREEDY, "messages": USER, "reasoning_effort": "low"})
+    assert response.status_code == 200 and response.headers["x-ignored-params"] == "reasoning_effort"
+    response = http.post(
+        "/v1/chat/completions", json={**GREEDY, "messages": USER, "reasoning_effort": "auto"}
+    )
+    assert response.status_code == 200 and "x-ignored-params" not in response.headers
 
 
 def test_the_template_gets_its_variables(http: httpx.Client) -> None:

@@ -127,9 +127,14 @@ def test_a_conversation_is_truncated_in_every_api(apis: dict[str, Ask]) -> None:
         assert apis[name]({"truncate_prompt_tokens": 0}) == ("refused", "prompt")
 
 
-def test_an_unknown_reasoning_effort_is_refused_in_every_api(apis: dict[str, Ask]) -> None:
+def test_a_reasoning_effort_without_effect_is_ignored_in_every_api(apis: dict[str, Ask]) -> None:
     for name in ("chat", "stream", "tokenize", "batch"):
-        assert apis[name]({"reasoning_effort": "high"}) == ("refused", "reasoning_effort")
+        assert apis[name]({"reasoning_effort": "high"}) == apis[name]({})
+
+
+def test_tools_that_the_template_does_not_write_are_refused_in_every_api(apis: dict[str, Ask]) -> None:
+    tool = {"type": "function", "function": {"name": "now"}}
+    assert {ask({"tools": [tool]}) for ask in apis.values()} == {("refused", "tools")}
 
 
 def test_a_complete_answer_equals_its_stream(server: LiveServer) -> None:

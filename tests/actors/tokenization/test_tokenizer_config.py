@@ -84,21 +84,30 @@ def test_special_tokens_have_the_names_that_transformers_gives_them(
     assert said == theirs.apply_chat_template(SAID, tokenize=False)
 
 
+USED = "{{ tools }}"
 # Templates in tokenizer_config.json, in chat_template.jinja, and in additional_chat_templates/.
 LAYOUTS: dict[str, tuple[object, str | None, dict[str, str]]] = {
-    "one": ("one", None, {}),
-    "a list": ([{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}], None, {}),
+    "one": (f"one {USED}", None, {}),
+    "a list": (
+        [{"name": "default", "template": f"d {USED}"}, {"name": "tool_use", "template": f"t {USED}"}],
+        None,
+        {},
+    ),
     "a list of three": (
-        [{"name": n, "template": f"{n} {{{{ bos_token }}}}"} for n in ("rag", "default", "tool_use")],
+        [{"name": n, "template": f"{n} {{{{ bos_token }}}}{USED}"} for n in ("rag", "default", "tool_use")],
         *(None, {}),
     ),
-    "a list without tool_use": ([{"name": "default", "template": "d"}], None, {}),
-    "a list without a default": ([{"name": n, "template": n} for n in ("tool_use", "rag")], None, {}),
-    "a file comes first": ("settings", "file", {}),
-    "a file comes before a list": ([{"name": "tool_use", "template": "t"}], "file", {}),
-    "a file and a folder": ("settings", "file", {"tool_use": "of the folder", "rag": "r"}),
-    "a folder alone": ("settings", None, {"tool_use": "of the folder"}),
-    "a default in the folder": (None, "file", {"default": "of the folder"}),
+    "a list without tool_use": ([{"name": "default", "template": f"d {USED}"}], None, {}),
+    "a list without a default": ([{"name": n, "template": n + USED} for n in ("tool_use", "rag")], None, {}),
+    "a file comes first": ("settings", f"file {USED}", {}),
+    "a file comes before a list": ([{"name": "tool_use", "template": f"t {USED}"}], f"file {USED}", {}),
+    "a file and a folder": (
+        "settings",
+        f"file {USED}",
+        {"tool_use": f"of the folder {USED}", "rag": f"r {USED}"},
+    ),
+    "a folder alone": (f"settings {USED}", None, {"tool_use": f"of the folder {USED}"}),
+    "a default in the folder": (None, f"file {USED}", {"default": f"of the folder {USED}"}),
 }
 
 
