@@ -15,7 +15,7 @@ from typing import IO, Annotated, Any, Literal, ParamSpec, TypeVar
 
 import pyarrow as pa
 from fastapi import APIRouter, Depends, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import StreamingResponse
 
@@ -28,6 +28,7 @@ from ...batch.openai.file_store import FileStore, Page, StoredFile
 from ..middleware.api_keys import caller_of
 from ..middleware.request_gate import FORM_BYTES
 from ..wire.json_io import JsonObject, JsonRoute, json_response
+from ..wire.request_model import RequestModel
 
 MAX_FILES_LISTED = 10_000
 MAX_FILENAME_CHARS = 255
@@ -169,7 +170,7 @@ MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
 
-class BatchRequest(BaseModel):
+class BatchRequest(RequestModel):
     """The body of a new batch.
 
     Attributes:
@@ -178,8 +179,6 @@ class BatchRequest(BaseModel):
         completion_window: a number of s, m, h or d; lines that are not answered by then have expired.
         metadata: stored, and returned with the batch.
     """
-
-    model_config = ConfigDict(extra="allow")
 
     input_file_id: str
     endpoint: str
