@@ -118,7 +118,8 @@ def describe_models(config: EngineConfig, settings: ServerSettings) -> Iterator[
     size = weight_bytes(plan.target_folder)
     yield f"model {', '.join(settings.model_names(config.model))}: {plan.target_folder} ({as_size(size)})"
     if plan.drafter_folder is None:
-        yield "no drafter: plain decoding"
+        spec = config.speculative_config
+        yield f"no drafter: {'plain decoding' if spec is None else f'drafts by {spec.method}'}"
     else:
         drafter_size = weight_bytes(plan.drafter_folder)
         size += drafter_size

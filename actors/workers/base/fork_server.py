@@ -139,8 +139,9 @@ def _bind_socket(where: Path) -> socket.socket:
 
 
 def _run_errand(stages: Stages, answer: int) -> None:
-    with os.fdopen(answer, "wb") as stream:
-        stream.write(stages.errand())
+    found = stages.errand()
+    with contextlib.suppress(BrokenPipeError), os.fdopen(answer, "wb") as stream:  # the owner has ended
+        stream.write(found)
 
 
 def _fork_workers(listener: socket.socket, owner: int) -> None:

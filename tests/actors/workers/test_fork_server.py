@@ -124,6 +124,24 @@ def test_workers_start_as_ray_starts_them_when_no_server_is_left(owner: Owner) -
     assert not Path(owner.command[-1]).exists()
 
 
+def test_an_errand_whose_owner_has_ended_writes_nothing() -> None:
+    """As after Ctrl-C while a server starts."""
+    program = """
+import time
+from manta.actors.workers.base.fork_server import ForkServer, Stages
+
+def errand():
+    time.sleep(1)
+    return b"late" * 100_000
+
+nothing = lambda: None
+ForkServer(Stages(first=nothing, second=nothing, third=None, errand=errand))
+"""
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True, timeout=60)
+    assert ended.stderr == ""  # read until the last process that holds it has ended
+
+
 def test_servers_end_when_their_owner_is_killed(owner: Owner) -> None:
     assert listening(owner)
     owner.process.send_signal(signal.SIGKILL)
