@@ -36,6 +36,7 @@ from .structural_tags import lark_of_tags
 logger = logging.getLogger(__name__)
 
 MAX_CHOICES = 4096
+UNSATISFIABLE = "Unsatisfiable schema"  # llguidance says so of a part, which may be optional
 MAX_LOGGED = 64  # schemas whose keywords that are not enforced are logged
 # Two quick trials at a time and one slow one, so that slow grammars do not delay others.
 NUM_QUICK, NUM_SLOW = 2, 1
@@ -200,7 +201,13 @@ class GrammarFrontend:
             self._log_left_out(names)
         else:
             return params
-        grammar = self._compile_trial(kind, text, after, _field(params), cpu_s)
+        try:
+            grammar = self._compile_trial(kind, text, after, _field(params), cpu_s)
+        except RequestError as error:
+            if outputs is None or UNSATISFIABLE not in error.message:
+                raise
+            (kind, text), _ = _written(outputs, self._config, is_whole=True)
+            grammar = self._compile_trial(kind, text, after, _field(params), cpu_s)
         return None if grammar is None else replace(params, grammar=grammar)
 
     def _log_left_out(self, names: tuple[str, ...]) -> None:
@@ -244,11 +251,12 @@ def left_out(outputs: StructuredOutputsParams | None) -> tuple[str, ...]:
 
 
 def _written(
-    outputs: StructuredOutputsParams, config: StructuredOutputsConfig
+    outputs: StructuredOutputsParams, config: StructuredOutputsConfig, *, is_whole: bool = False
 ) -> tuple[tuple[_Kind, str], tuple[str, ...]]:
     field = outputs.field
     reader = SchemaReader(strict=outputs.strict, closes_objects=config.disable_additional_properties)
     layout = COMPACT if outputs.disable_any_whitespace or config.disable_any_whitespace else INDENTED
+    layout = replace(layout, is_whole=is_whole)
     match outputs.constraint:
         case "json" | "json_object":
             schema = _parsed(outputs.json, field) if outputs.constraint == "json" else {"type": "object"}
