@@ -232,8 +232,9 @@ def _with_end(messages: Sequence[Message]) -> list[Message]:
         raise _no_final_text()
     if isinstance(content, str):
         return [*others, {**final, "content": content + _END}]
-    *parts, last = content or ()
-    return [*others, {**final, "content": [*parts, {**last, "text": last["text"] + _END}]}]
+    parts = [*(content or ())]
+    parts[-1] = {**parts[-1], "text": parts[-1]["text"] + _END}
+    return [*others, {**final, "content": parts}]
 
 
 def _cut_after_final_message(text: str) -> str:
