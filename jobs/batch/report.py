@@ -124,7 +124,7 @@ class Report:
 def print_ignored(ignored: NameCounts) -> None:
     if ranked := ignored.ranked():
         rows = [[name, str(count)] for name, count in ranked]
-        print_table("columns and fields that have no effect on the answers", ["name", "rows"], rows)
+        print_table("not read", ["column or field without effect", "rows"], rows)
 
 
 def _category_json(sums: Category) -> dict[str, Any]:  # Any: JSON
