@@ -6,7 +6,7 @@ import time
 
 import pytest
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import EngineCore, EngineStats
+from manta.cluster.engine.engine_core import EngineStats
 from manta.cluster.errors import ConfigError
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor
 from manta.cluster.step.clock import MACHINE_CLOCK
@@ -50,10 +50,8 @@ def test_an_invalid_acceptance_curve_is_refused(survival: list[float]) -> None:
         SimulatedExecutor(INFO, survival)
 
 
-def test_an_engine_has_its_executors_clock_and_accepts_no_other() -> None:
+def test_an_engine_has_its_executors_clock() -> None:
     executor = SimulatedExecutor(INFO, cost=LinearCost(verify_floor_s=0.5))
-    with pytest.raises(TypeError):
-        EngineCore(EngineConfig(model="simulated"), executor, MACHINE_CLOCK)  # type: ignore[call-arg]
     engine = SimulatedEngine(EngineConfig(model="simulated"), executor)
     engine.add("r", max_tokens=3, max_draft_tokens=0, ignore_eos=True)
     assert len(engine.run_steps(9)) == 3 and engine.clock is executor.clock and engine.clock() == 1.5

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.targets.families import FAMILIES, read_assistant, read_model
-from manta.actors.targets.loading.load_plan import plan_models
+from manta.actors.targets.loading.load_plan import LoadPlan, plan_models
 from manta.actors.targets.loading.memory_budget import page_bytes as engine_page_bytes
 from manta.actors.targets.model.assistant import AssistantConfig
 from manta.actors.targets.model.model_spec import Axis, ModelSpec
@@ -23,10 +24,11 @@ from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import CheckpointError, ConfigError, PlacementError
 from manta.cluster.hardware.gpu_specs import GPUS, find_gpu
 from manta.cluster.hardware.memory_plan import PAGE_SIZE, kv_cache_layout, page_bytes, plan_memory
-from manta.cluster.hardware.model_pair import LayoutDemand
+from manta.cluster.hardware.model_pair import LayoutDemand, ModelPair
 from manta.cluster.hardware.parallel_layouts import TP_SIZES, ParallelLayout, layouts
 from manta.cluster.hardware.roofline import Roofline
 from manta.cluster.hardware.step_time import LAUNCH_S, StepTimes
+from manta.cluster.pages.kv_cache_groups import KVCacheLayout
 from manta.cluster.planner.estimates import LayoutEstimate, LayoutMisfit, check_fitting, choose, estimate
 from manta.cluster.simulation.simulated_engine import ReplayResult, Slo, TraceArrival, replay_trace
 from manta.cluster.speculation.acceptance_length import survival_of_length
@@ -64,6 +66,26 @@ def qwen(folders: Path) -> ReadPair:
     return read(folders, "Qwen3-8B", "Qwen3-8B-DFlash-b16", acceptance="6.5")
 
 
+def load_plan(
+    folder: Path,
+    ranks: int = 1,
+    spec: SpeculativeConfig | None = None,
+    drafter: tuple[Path | None, Any] = (None, None),  # its folder and config
+) -> LoadPlan:
+    """Return what the engine would load on each rank."""
+    settings = {"device": "cpu", "dtype": "bfloat16", "page_size": PAGE_SIZE, "tensor_parallel_size": ranks}
+    config = EngineConfig(model=str(folder), speculative_config=spec, **settings)  # type: ignore[arg-type]
+    return plan_models(config, folder, read_model(folder), *drafter, 32768)
+
+
+def check_pages(pair: ModelPair, layout: ParallelLayout, plan: LoadPlan) -> KVCacheLayout:
+    """Check that planned pages are the engine's, and return their layout."""
+    pages = kv_cache_layout(pair, layout, 32768)
+    assert pages.groups == plan.pages.groups
+    assert page_bytes(pair, layout, pages, target=True) == engine_page_bytes(plan)
+    return pages
+
+
 @pytest.mark.parametrize("name", SERVED)
 def test_a_ranks_planned_weights_equal_its_loaded_ones(folders: Path, name: str) -> None:
     spec, found = read_model(folders / name), read(folders, name)
@@ -83,18 +105,9 @@ def test_a_targets_own_layer_is_planned_as_the_engine_loads_it(folders: Path, na
     combine = ["mtp_combine"] * layer.num_layers
     loaded = rank_bytes(layer.model, Sharding(layer.model, 0, ranks), combine)
     assert pair.drafter_bytes(ranks) + pair.fc_bytes == pytest.approx(loaded, rel=2e-3)
-    config = EngineConfig(
-        model=name,
-        device="cpu",
-        dtype="bfloat16",
-        page_size=PAGE_SIZE,
-        tensor_parallel_size=ranks,
-        speculative_config=spec,
-    )
-    plan = plan_models(config, folders / name, target, None, layer, 32768)
-    pages = kv_cache_layout(pair, layout, 32768)
-    assert pages.groups == plan.pages.groups and len(pair.survival) == plan.num_speculative_tokens
-    assert page_bytes(pair, layout, pages, target=True) == engine_page_bytes(plan)
+    plan = load_plan(folders / name, ranks, spec, (None, layer))
+    check_pages(pair, layout, plan)
+    assert len(pair.survival) == plan.num_speculative_tokens
 
 
 def test_of_several_own_layers_each_draft_reads_one_and_runs_an_entry_more(folders: Path) -> None:
@@ -133,26 +146,17 @@ GEMMA_ASSISTANT = {
 def test_an_assistant_is_planned_as_the_engine_loads_it(folders: Path, tmp_path: Path, ranks: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GEMMA_ASSISTANT))
     spec = SpeculativeConfig(method="mtp", model=str(tmp_path))
-    name = str(folders / "gemma-4-12B-it")
-    config = EngineConfig(
-        model=name,
-        device="cpu",
-        dtype="bfloat16",
-        page_size=PAGE_SIZE,
-        tensor_parallel_size=ranks,
-        speculative_config=spec,
-    )
+    name = "gemma-4-12B-it"
+    config = EngineConfig(model=str(folders / name), speculative_config=spec)
     pair, target = read_pair(config, "2.2").pair, read_model(folders / name)
     model = read_assistant(tmp_path)
     assistant = AssistantConfig.of(model, target, ranks, "config.json")
     beside = ["pre_projection", "post_projection", "embedding"]
     loaded = rank_bytes(assistant.model, Sharding(assistant.model, 0, ranks), beside)
     assert pair.drafter_bytes(ranks) + pair.fc_bytes == pytest.approx(loaded, rel=2e-3)
-    plan = plan_models(config, folders / name, target, tmp_path, assistant, 32768)
+    plan = load_plan(folders / name, ranks, spec, (tmp_path, assistant))
     layout = ParallelLayout(ranks, "colocated", 1)
-    pages = kv_cache_layout(pair, layout, 32768)
-    assert (pages.groups, pages.drafter) == (plan.pages.groups, plan.pages.drafter)
-    assert page_bytes(pair, layout, pages, target=True) == engine_page_bytes(plan)
+    assert check_pages(pair, layout, plan).drafter == plan.pages.drafter
     assert pair.num_drafts == plan.num_speculative_tokens
     times, drafter = StepTimes(pair, H200, layout), pair.drafter_rank(ranks)
     assert drafter is not None and not times.inject(64).total_s
@@ -212,27 +216,13 @@ def rank_bytes(spec: ModelSpec, sharding: Sharding, beside_layers: Sequence[str]
 
 @pytest.mark.parametrize(("name", "ranks"), list(zip(SERVED, cycle((1, 4)))))
 def test_planned_pages_are_as_large_as_the_engines(folders: Path, name: str, ranks: int) -> None:
-    config = EngineConfig(
-        model=name, device="cpu", dtype="bfloat16", page_size=PAGE_SIZE, tensor_parallel_size=ranks
-    )
-    plan = plan_models(config, folders / name, read_model(folders / name), None, None, 32768)
-    layout = ParallelLayout(ranks, None, 1)
-    pages = kv_cache_layout(read(folders, name).pair, layout, 32768)
-    assert pages.groups == plan.pages.groups
-    assert page_bytes(read(folders, name).pair, layout, pages, target=True) == engine_page_bytes(plan)
+    check_pages(read(folders, name).pair, ParallelLayout(ranks, None, 1), load_plan(folders / name, ranks))
 
 
 def test_a_colocated_drafters_pages_count(folders: Path, qwen: ReadPair) -> None:
-    spec = SpeculativeConfig(model="drafter")
-    config = EngineConfig(
-        model="target", device="cpu", dtype="bfloat16", page_size=PAGE_SIZE, speculative_config=spec
-    )
     drafter = DrafterConfig.load(folders / "Qwen3-8B-DFlash-b16")
-    target = read_model(folders / "Qwen3-8B")
-    plan = plan_models(config, folders, target, folders, drafter, 32768)
-    layout = ParallelLayout(1, "colocated", 1)
-    pages = kv_cache_layout(qwen.pair, layout, 32768)
-    assert page_bytes(qwen.pair, layout, pages, target=True) == engine_page_bytes(plan)
+    plan = load_plan(folders / "Qwen3-8B", 1, SpeculativeConfig(model="drafter"), (folders, drafter))
+    pages = check_pages(qwen.pair, ParallelLayout(1, "colocated", 1), plan)
     shared = page_bytes(qwen.pair, ParallelLayout(1, "shared", 7), pages, target=False)
     assert shared == tuple(7 * size for size in engine_page_bytes(plan, target=False))
 

@@ -16,8 +16,8 @@ from manta.cluster.step.executor import DrafterHealth, ExecutorInfo
 from manta.cluster.step.sequence import Sequence, SlotTable
 from support.engines.cluster_checker import (
     CheckedEngine,
+    check_tokens_are_plain,
     expected,
-    generate,
     make_info,
     make_request,
     open_engine,
@@ -150,18 +150,6 @@ def test_after_an_abort_during_recomputation_the_next_request_is_recomputed() ->
     engine.check_outputs(*(request for request in requests if request.request_id != gone))
 
 
-def test_a_drafter_that_fails_during_recomputation_changes_no_token() -> None:
-    engine, requests = opened(6)
-    for _ in range(5):
-        engine.executor.start_drafter()
-        engine.run_steps(3)
-        engine.executor.lose_drafter()
-        engine.run_steps(2)
-    assert engine.stats().drafter_losses == 6
-    engine.executor.start_drafter()
-    engine.check_outputs(*requests)
-
-
 def test_acceptance_recovers_and_other_requests_wait_little() -> None:
     """32 requests on a machine where each row costs."""
     lengths: list[float] = []
@@ -230,13 +218,5 @@ def test_tokens_equal_plain_decodings_whatever_happens_to_the_drafter(
         if step in changes:
             executor.drafter_health = DrafterHealth(*changes[step])
 
-    def requests(**fields: Any) -> list[Request]:
-        sampled = [{"temperature": i / 3, "seed": i, **LONG, "max_tokens": 150, **fields} for i in range(4)]
-        return [make_request(f"r{i}", range(3 + i, 30 + i), **own) for i, own in enumerate(sampled)]
-
-    plain = generate(EngineCore(config, executor), *requests(max_draft_tokens=0))
-    engine = EngineCore(config, executor)
-    assert generate(engine, *requests(), before_step=change_drafter) == plain
-    stats = engine.stats()
+    stats = check_tokens_are_plain(config, executor, EngineCore(config, executor), 150, change_drafter)
     assert stats.drafter_losses == 3 and stats.drafter_refilled_tokens > 0 and stats.num_drafts > 0
-    executor.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from manta.cluster.simulation.simulated_executor import LinearCost
 from manta.cluster.step.scheduler_output import StepTimings
 from support.engines.cluster_checker import (
     SimulatedEngine,
-    generate,
+    check_tokens_are_plain,
     make_info,
     make_request,
     open_engine,
@@ -169,15 +168,7 @@ def test_computed_tokens_are_those_of_plain_decoding_whenever_writes_stop_and_re
 ) -> None:
     config = settings(tiny_qwen3, tiny_drafter)
     executor = InProcessExecutor(config)
-
-    def requests(**fields: Any) -> list[Request]:
-        sampled = [{"temperature": i / 3, "seed": i, "max_tokens": 60, **LONG, **fields} for i in range(4)]
-        return [make_request(f"r{i}", range(3 + i, 30 + i), **own) for i, own in enumerate(sampled)]
-
-    plain = generate(EngineCore(config, executor), *requests(max_draft_tokens=0))
     engine = EngineCore(config, executor)
     scheduler_of(engine).drafter._writes = RandomWrites(0)
-    assert generate(engine, *requests()) == plain
-    stats = engine.stats()
+    stats = check_tokens_are_plain(config, executor, engine, 60)
     assert stats.drafter_rests > 1 and stats.drafter_unwritten_tokens > 0 and stats.num_drafts > 0
-    executor.close()

@@ -5,7 +5,7 @@ one written there, salt included: exactly what K and V at a position depend on. 
 every group, drafts too (wrong ones where they will be rejected), and then every position that a row attends
 to, within the group's window, must hold that group's right digest. A page shared too early, remembered while
 it held a rejected draft, freed or given back under a reader shows up as a wrong read. Recurrent states are
-`state_checker.py`'s. Also here: how the tests of the cluster floor make requests and run them.
+`StateChecker`'s. Also here: how the tests of the cluster floor make requests and run them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,84 @@ from typing import Any
 
 import numpy as np
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import EngineCore, SequenceUpdate
+from manta.cluster.engine.engine_core import EngineCore, EngineStats, SequenceUpdate
 from manta.cluster.request.request import FinishReason, Request, SamplingParams
 from manta.cluster.scheduler.background_budget import BackgroundWork
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, simulated_tokens
-from manta.cluster.step.executor import ExecutorInfo
+from manta.cluster.step.executor import Executor, ExecutorInfo
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult, StepTimings
 from manta.cluster.step.sequence import Sequence as RunningSequence
 
-from support.engines.state_checker import StateChecker
+
+@dataclass(frozen=True)
+class Held:
+    """Tokens in a state, and records saved with it."""
+
+    salt: str | None
+    tokens: tuple[int, ...]
+    records: tuple[int, ...] = ()
+
+    def leads_to(self, tokens: list[int], salt: str | None) -> bool:
+        """Whether the state after exactly these tokens can be made of it."""
+        seen = self.tokens + self.records
+        behind = len(self.tokens) <= len(tokens) <= len(seen)
+        return self.salt == salt and behind and seen[: len(tokens)] == tuple(tokens)
+
+
+class StateChecker:
+    """The states of one executor. `num_saved` and `num_loaded` count events for tests."""
+
+    def __init__(self, num_states: int) -> None:
+        self._num_states = num_states
+        self._held: dict[int, Held] = {}
+        self._state_of: dict[int, int] = {}  # by slot
+        self.num_saved = self.num_loaded = 0
+
+    def enter(self, plan: SchedulerOutput, salts: dict[int, str | None]) -> None:
+        """All sources are read before anything is written."""
+        begins: dict[int, Held] = {}
+        for request in plan.admitted:
+            entry, salt = request.state, salts[request.slot]
+            assert entry is not None and 0 <= entry.state < self._num_states, "nobody runs without a state"
+            assert entry.state not in begins, "two enter with one state"
+            begins[entry.state] = Held(salt, ())
+            if entry.source is not None:
+                tokens = request.token_ids[: entry.num_tokens].tolist()
+                assert self._held[entry.source].leads_to(tokens, salt), "a source holds something else"
+                begins[entry.state] = self._held[entry.source]
+                self.num_loaded += 1
+            self._state_of[request.slot] = entry.state
+        self._held |= begins
+
+    def check_form(self, plan: SchedulerOutput) -> None:
+        states = [self._state_of[slot] for slot in plan.slots.tolist()]
+        assert len(set(states)) == len(states), "two requests have one state"
+        if plan.saves is not None:
+            requested = plan.saves.states.tolist()
+            assert len(set(requested)) == len(requested) > 0, "a state is asked for twice"
+            assert not set(requested) & set(states), "a state has two writers"
+            assert all(0 <= state < self._num_states for state in requested)
+
+    def run(self, slot: int, first: int, tokens: list[int], drafts: list[int], salt: str | None) -> None:
+        """A pass over `tokens[first:]` and drafts, of which a number is right."""
+        state = self._state_of[slot]
+        assert self._held[state].leads_to(tokens[:first], salt), "a state has seen something else"
+        self._held[state] = Held(salt, tuple(tokens), tuple(drafts))
+
+    def save(self, plan: SchedulerOutput, first_R: list[int], computed_R: list[int]) -> None:
+        """Save the requested positions that the pass has passed."""
+        if plan.saves is None:
+            return
+        columns = (plan.saves.requests, plan.saves.positions, plan.saves.states)
+        for r, position, state in zip(*(column.tolist() for column in columns), strict=True):
+            if not first_R[r] < position <= computed_R[r]:
+                continue
+            held = self._held[self._state_of[int(plan.slots[r])]]
+            if position <= len(held.tokens):
+                held = Held(held.salt, held.tokens[:position])
+            self._held[state] = held
+            self.num_saved += 1
+
 
 VOCAB = 23
 EOS = (0, 1)
@@ -417,6 +486,27 @@ def generate(
             tokens[update.request_id] += update.token_ids
     engine.check_invariants()
     return tokens
+
+
+def check_tokens_are_plain(
+    config: EngineConfig,
+    executor: Executor,
+    engine: EngineCore,
+    max_tokens: int,
+    before_step: Callable[[int], None] = lambda step: None,
+) -> EngineStats:
+    """Check that an engine gives the tokens of plain decoding; close its executor, return its stats."""
+
+    def made(**fields: Any) -> list[Request]:
+        common = {"max_tokens": max_tokens, "ignore_eos": True, **fields}
+        return [
+            make_request(f"r{i}", range(3 + i, 30 + i), temperature=i / 3, seed=i, **common) for i in range(4)
+        ]
+
+    plain = generate(EngineCore(config, executor), *made(max_draft_tokens=0))
+    assert generate(engine, *made(), before_step=before_step) == plain
+    executor.close()
+    return engine.stats()
 
 
 def vary_background(engine: CheckedEngine, seed: int) -> None:
