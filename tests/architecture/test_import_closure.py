@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 from support.import_closure import closure, reached_test_files
-from support.paths import ROOT
+from support.jobs.package_copy import run_python
 
 LOADED = """
 import json, runpy, sys
@@ -23,9 +21,7 @@ print(json.dumps([str(path.relative_to(Path.cwd())) for path in files if Path.cw
 
 def test_the_closure_contains_each_file_that_a_test_file_loads() -> None:
     test = "tests/actors/http/test_http_chat.py"
-    command = [sys.executable, "-c", LOADED, test]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = {path for path in json.loads(done.stdout) if not path.startswith(".venv/")}
+    loaded = {path for path in json.loads(run_python(LOADED, test)) if not path.startswith(".venv/")}
     assert loaded - {"tests/conftest.py"} <= closure(test)
 
 

@@ -18,11 +18,10 @@ from manta import __version__
 from manta.jobs.cli import app
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from support.jobs.package_copy import imported, sources
+from support.jobs.package_copy import FLOORS, imported, run_python, sources
 from support.paths import ROOT
 from trials.mutations import MUTATIONS, misplaced
 
-FLOORS = ("cluster", "drafter", "actors", "jobs")
 FACES = ("__init__.py", "data.py", "version.py")
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "models", *FACES, *FLOORS)
 
@@ -101,8 +100,7 @@ def test_every_third_party_import_is_declared_and_every_declared_package_is_impo
 
 
 def test_importing_the_package_does_not_load_torch() -> None:
-    script = "import sys, manta; manta.SamplingParams(); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=280)
+    run_python("import sys, manta; manta.SamplingParams(); assert 'torch' not in sys.modules")
 
 
 def test_the_dockerfile_copies_existing_files_and_runs_existing_commands() -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import fields
 from html.parser import HTMLParser
 from pathlib import Path
@@ -25,6 +22,7 @@ from manta.docs.reference_pages.metrics import metrics_page
 from manta.docs.reference_pages.python_api import python_page
 from manta.docs.reference_pages.settings import settings_page
 from manta.jobs.cli import app
+from support.jobs.package_copy import run_python
 from support.paths import ROOT
 from typer.main import get_command
 
@@ -46,16 +44,7 @@ cli(["build", "--strict", "--quiet", "--site-dir", sys.argv[1]])
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("material", reason="needs the extra `docs`")
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD, folder],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python(BUILD, folder, NO_MKDOCS_2_WARNING="1")
     return folder
 
 

@@ -12,6 +12,7 @@ from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.request.request import Request, SamplingParams
 
 from support.checkpoints.tiny import TINY_VOCAB
+from support.engines.cluster_checker import generate
 
 BASE = EngineConfig(
     model="",
@@ -51,19 +52,14 @@ def run_all(
     *,
     max_draft_tokens: int | None = None,
 ) -> list[list[int]]:
-    """Return the tokens of all requests; `between` is called with the number of steps after every step."""
-    tokens: dict[str, list[int]] = {}
-    for request in requests():
-        tokens[request.request_id] = []
-        engine.add_request(replace(request, max_draft_tokens=max_draft_tokens))
-    steps = 0
-    while engine.has_unfinished:
-        for update in engine.step():
-            tokens[update.request_id] += update.token_ids
+    """Return the tokens of all requests; `between` is called with the number of steps before each step."""
+
+    def before_step(steps: int) -> None:
         engine.check_invariants()
-        steps += 1
         between(steps)
-    return list(tokens.values())
+
+    bounded = (replace(request, max_draft_tokens=max_draft_tokens) for request in requests())
+    return list(generate(engine, *bounded, before_step=before_step).values())
 
 
 def acceptance(engine: EngineCore) -> float:

@@ -14,31 +14,42 @@ from typing import Any
 REVISION = "c" * 40
 
 
+class _Hub(BaseHTTPRequestHandler):
+    def answer(self, content: bytes, status: int = 200) -> None:
+        """Answer a GET, or a HEAD without the content."""
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{zlib.crc32(content)}"')
+        self.send_header("X-Repo-Commit", REVISION)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def wanted(self, content: bytes) -> bytes:
+        """Return the requested range of a file."""
+        if (wanted := self.headers["Range"]) is None:
+            return content
+        begin, end = wanted.removeprefix("bytes=").split("-")
+        return content[int(begin) : int(end) + 1]
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
 @contextmanager
 def hub_with(dataset: str, files: Mapping[str, bytes]) -> Iterator[str]:
     """The address of a hub with one dataset of files in folders, one level deep (`HF_ENDPOINT`)."""
 
-    class Hub(BaseHTTPRequestHandler):
+    class Hub(_Hub):
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             if path == f"/api/datasets/{dataset}":
-                self._answer(json.dumps({"id": dataset, "sha": REVISION, "siblings": []}).encode())
+                self.answer(json.dumps({"id": dataset, "sha": REVISION, "siblings": []}).encode())
             elif path.startswith(tree := f"/api/datasets/{dataset}/tree/main"):
-                self._answer(json.dumps(_listed(files, path.removeprefix(tree).strip("/"))).encode())
+                self.answer(json.dumps(_listed(files, path.removeprefix(tree).strip("/"))).encode())
             elif path.startswith(raw := f"/datasets/{dataset}/resolve/main/"):
-                begin, end = self.headers["Range"].removeprefix("bytes=").split("-")
-                self._answer(files[path.removeprefix(raw)][int(begin) : int(end) + 1], 206)
+                self.answer(self.wanted(files[path.removeprefix(raw)]), 206)
             else:
-                self._answer(b"{}", 404)
-
-        def _answer(self, content: bytes, status: int = 200) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
+                self.answer(b"{}", 404)
 
     with _served(Hub) as address:
         yield address
@@ -52,7 +63,7 @@ def hub_with_model(model: str, folder: Path, sent: dict[str, int]) -> Iterator[s
         sent: gets the bytes sent of each file, and the requested revisions as @NAME.
     """
 
-    class Hub(BaseHTTPRequestHandler):
+    class Hub(_Hub):
         def do_HEAD(self) -> None:
             self.do_GET()
 
@@ -62,34 +73,17 @@ def hub_with_model(model: str, folder: Path, sent: dict[str, int]) -> Iterator[s
             if path.startswith(f"/api/models/{model}/revision/"):
                 sent[f"@{name}"] = 0
                 files = [{"rfilename": file.name} for file in folder.iterdir()]
-                self._answer(json.dumps({"id": model, "sha": REVISION, "siblings": files}).encode())
+                self.answer(json.dumps({"id": model, "sha": REVISION, "siblings": files}).encode())
             elif path.startswith(f"/api/models/{model}/tree/"):
                 tree = {file.name: file.read_bytes() for file in folder.iterdir()}
-                self._answer(json.dumps(_files(tree)).encode())
+                self.answer(json.dumps(_files(tree)).encode())
             elif path.startswith(f"/{model}/resolve/") and (folder / name).is_file():
-                self._file(name, (folder / name).read_bytes())
+                content = self.wanted((folder / name).read_bytes())
+                if self.command == "GET":
+                    sent[name] = sent.get(name, 0) + len(content)
+                self.answer(content, 206 if "Range" in self.headers else 200)
             else:
-                self._answer(b"{}", 404)
-
-        def _file(self, name: str, content: bytes) -> None:
-            if (wanted := self.headers["Range"]) is not None:
-                begin, end = wanted.removeprefix("bytes=").split("-")
-                content = content[int(begin) : int(end) + 1]
-            if self.command == "GET":
-                sent[name] = sent.get(name, 0) + len(content)
-            self._answer(content, 200 if wanted is None else 206)
-
-        def _answer(self, content: bytes, status: int = 200) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.send_header("ETag", f'"{zlib.crc32(content)}"')
-            self.send_header("X-Repo-Commit", REVISION)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
+                self.answer(b"{}", 404)
 
     with _served(Hub) as address:
         yield address

@@ -14,7 +14,7 @@ from manta.actors.system.host_resources import free_port
 from manta.jobs.serve.ray_environment import ServeEnvironment
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.checkpoints.text_pair import VOCAB, make_text_pair
+from support.checkpoints.text_pair import VOCAB, make_text_pair, tiny_settings
 from support.checkpoints.tiny import make_tiny_drafter
 from support.engines.small_ray import small_ray
 from support.waiting import WAIT_S, wait_until
@@ -44,17 +44,8 @@ class Cluster:
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
-        args = {
-            "model": str(self.target),
-            "speculative_config": {"model": str(self.drafter)},
-            "dtype": "float32",
-            "device": "cpu",
-            "max_num_seqs": 8,
-            "num_pages": 256,
-            "num_threads": 1,
-            **self._args,
-            **changed,
-        }
+        sizes = {"max_num_seqs": 8, "num_pages": 256}
+        args = tiny_settings((self.target, self.drafter), **{**sizes, **self._args, **changed})
         deployment = {"name": "manta", "num_replicas": num_replicas, "user_config": user_config or {}}
         application = {
             "name": "manta",
