@@ -13,6 +13,8 @@ from typing import Any
 
 import transformers
 
+from support.checkpoints.rope_configs import GPT_OSS, LLAMA3
+
 TINY_VOCAB = 128
 
 
@@ -43,14 +45,6 @@ def _muse_glimmer(**text: Any) -> transformers.PretrainedConfig:
     )
 
 
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,
-}
 _GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -85,15 +79,7 @@ _GATED_DELTA = {
 }
 
 # Of a head's 8 pairs one is in between, and there the ends of the ramp, not rounded, show.
-GPT_OSS_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 150000.0,
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 64,
-}
+GPT_OSS_YARN = {**GPT_OSS, "rope_theta": 150000.0, "original_max_position_embeddings": 64}
 
 FAMILIES = {
     "qwen3": TinyFamily(
@@ -121,7 +107,10 @@ FAMILIES = {
         composed=True,
     ),
     "llama": TinyFamily(
-        transformers.LlamaConfig, transformers.LlamaForCausalLM, {"rope_parameters": _LLAMA3}, lean=True
+        transformers.LlamaConfig,
+        transformers.LlamaForCausalLM,
+        {"rope_parameters": {**LLAMA3, "rope_theta": 10000.0}},
+        lean=True,
     ),
     "qwen2": TinyFamily(
         transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"head_dim": None}, lean=True

@@ -1,4 +1,4 @@
-"""Triton's interpreter, with fixes for some versions and caches for repeated work.
+"""Triton's interpreter, with what it lacks and caches for repeated work.
 
 What kernels compute in it is untouched, but for the order of a product's sums. `devices.py` calls this before
 any kernel is imported.
@@ -16,14 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
 
 def prepare() -> None:
-    if triton.__version__.startswith("3.6."):
-        _read_bounds_of_one_element()
     _multiply_row_by_row()
     _multiply_scaled_blocks()
     _patch_the_language_once_a_launch()
@@ -32,21 +29,6 @@ def prepare() -> None:
     _make_block_types_once()
     _call_builtins_directly()
     _check_no_silent_overflow()
-
-
-def _read_bounds_of_one_element() -> None:
-    """Version 3.6 reads loops' bounds by int() of arrays of one element, which NumPy refuses from 2.4 on.
-
-    Version 3.7 squeezes them first, and so does this. A kernel has no say in it: `range(lo, hi)` over bounds
-    that are loaded is what a GPU's loops are pipelined for.
-    """
-    patch = interpreter._patch_lang_tensor
-
-    def mended(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    interpreter._patch_lang_tensor = mended
 
 
 def _multiply_row_by_row() -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from support.checkpoints.drafters import head_dim_of, kv_heads_of
 
@@ -273,42 +275,17 @@ class Oracle:
             out[:, other] = b * cos + a * sin
         return out
 
-    def _frequencies(self, dim: int) -> tuple[list[float], float]:
-        """Radians per position of each pair, and the factor on cosine and sine."""
+    def _frequencies(self, dim: int) -> tuple[torch.Tensor, float]:
+        """Radians per position of each pair, and the factor on cosine and sine; transformers scales them."""
         raw = self.backbone
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         rope = rope.get("full_attention", rope)
         theta = rope.get("rope_theta") or raw["rope_theta"]
-        plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
-        kind, factor = rope.get("rope_type", rope.get("type", "default")), rope.get("factor", 1.0)
+        kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
-            return plain, 1.0
-        if kind == "proportional":  # the first pairs turn, with the frequencies of the whole head
-            turning_pairs = int(rope["partial_rotary_factor"] * dim // 2)
-            return [f if i < turning_pairs else 0.0 for i, f in enumerate(plain)], 1.0
-        length = rope["original_max_position_embeddings"]
-        if kind == "llama3":
-            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-            smooth = [min(1.0, max(0.0, (length * f / (2 * math.pi) - low) / (high - low))) for f in plain]
-            return [(1 - s) * f / factor + s * f for s, f in zip(smooth, plain, strict=True)], 1.0
-        assert kind == "yarn"
-
-        def turning(turns: float) -> float:
-            return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-        low, high = turning(rope.get("beta_fast", 32)), turning(rope.get("beta_slow", 1))
-        if rope.get("truncate", True):
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, dim - 1)
-        kept = [1 - min(1.0, max(0.0, (i - low) / (high - low))) for i in range(dim // 2)]
-
-        def magnitude(m: float) -> float:
-            return 0.1 * m * math.log(factor) + 1
-
-        scale = magnitude(rope.get("mscale", 1)) / (
-            magnitude(rope["mscale_all_dim"]) if rope.get("mscale_all_dim") else 1.0
-        )
-        return [k * f + (1 - k) * f / factor for k, f in zip(kept, plain, strict=True)], scale
+            return theta ** (-torch.arange(0, dim, 2).double() / dim), 1.0
+        stated = {**rope, "rope_type": kind, "rope_theta": theta}
+        return ROPE_INIT_FUNCTIONS[kind](Qwen3Config(head_dim=dim, rope_parameters=stated))
 
 
 @dataclass
