@@ -15,9 +15,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Self
 
 import numpy as np
@@ -30,16 +32,80 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.request.logprobs import RowLogprobs, StepLogprobs
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor
 from manta.cluster.step.clock import MACHINE_CLOCK
-from manta.cluster.step.executor import Executor, ExecutorInfo
+from manta.cluster.step.executor import Executor
 from manta.cluster.step.scheduler_output import SchedulerOutput, StepResult
 
+from support.engines.cluster_checker import make_info
 from support.engines.passing_executor import PassingExecutor
 from support.paths import module_command
-from support.servers.loop_probe import LoopProbe
 from support.waiting import WAIT_S
 
+TURN_S = 0.001
+LATE_S = 0.015  # Python gives a thread its turn after 5 ms
+
+
+@dataclass
+class Pauses:
+    """Pauses of a loop since the last call, in seconds.
+
+    Attributes:
+        longest_s: the longest time between two turns, without the intended wait.
+        total_s: the sum of all longer than LATE_S.
+        held_by: where the loop's thread was in those, and in how many samples.
+    """
+
+    longest_s: float = 0.0
+    total_s: float = 0.0
+    held_by: Counter[str] = field(default_factory=Counter)
+
+
+class LoopProbe:
+    """Watch the running loop. End it with `close`."""
+
+    def __init__(self) -> None:
+        self._pauses = Pauses()
+        self._turn_s = time.monotonic()
+        self._thread_id = threading.get_ident()
+        self._closed = threading.Event()
+        self._task = asyncio.create_task(self._turns())
+        self._looker = threading.Thread(target=self._poll, name="loop-probe", daemon=True)
+        self._looker.start()
+
+    def take(self) -> Pauses:
+        """The measurements since the last call; call it from the loop."""
+        found, self._pauses = self._pauses, Pauses()
+        return found
+
+    def close(self) -> None:
+        self._closed.set()
+        self._task.cancel()
+
+    async def _turns(self) -> None:
+        while True:
+            self._turn_s, spent_s = time.monotonic(), time.process_time()
+            await asyncio.sleep(TURN_S)
+            late_s = min(time.monotonic() - self._turn_s, time.process_time() - spent_s) - TURN_S
+            self._pauses.longest_s = max(self._pauses.longest_s, late_s)
+            self._pauses.total_s += late_s if late_s > LATE_S else 0.0
+
+    def _poll(self) -> None:
+        while not self._closed.wait(LATE_S / 3):
+            if time.monotonic() - self._turn_s > LATE_S:
+                frame = sys._current_frames().get(self._thread_id)
+                self._pauses.held_by[_place(frame)] += 1
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost two calls, ours marked by their path inside the package."""
+    names: list[str] = []
+    while frame is not None and len(names) < 3:
+        code = frame.f_code
+        names.append(f"{'/'.join(code.co_filename.split('/')[-2:])}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back
+    return " < ".join(names)
+
+
 STEP_S = 0.004
-MAX_MODEL_LEN = 1 << 17
 VOCAB = 4096  # of the target that ships
 TOP = 20
 
@@ -163,16 +229,8 @@ class WithLogprobs(PassingExecutor):
 
 
 def make_executor(config: EngineConfig) -> Executor:
-    info = ExecutorInfo(
-        num_pages=(config.num_pages or 40_000,),
-        page_size=16,
-        max_model_len=config.max_model_len or MAX_MODEL_LEN,
-        vocab_size=VOCAB,
-        eos_token_ids=(),
-        num_speculative_tokens=0,
-        dtype="float32",
-        device="cpu",
-    )
+    sizes = {"num_pages": (config.num_pages or 40_000,), "max_model_len": config.max_model_len or 1 << 17}
+    info = make_info(**sizes, page_size=16, vocab_size=VOCAB, eos_token_ids=(), num_speculative_tokens=0)
     return WithLogprobs(SimulatedExecutor(info, cost=LinearCost(verify_floor_s=STEP_S), clock=MACHINE_CLOCK))
 
 
