@@ -1,103 +1,21 @@
 """Tables of the reasoning and tool-call formats of model families.
 
-Names are those of vLLM's parsers (`--reasoning-parser`, `--tool-call-parser`). A format that these
-dataclasses can express needs no code. Marks are part of what models were trained on, as are the newlines
-around them, which are not shown.
+Names are those of vLLM's parsers (`--reasoning-parser`, `--tool-call-parser`). A format that the classes of
+`*_calls.py`, `messages.py` and `ThinkingFormat` can express needs no code. Marks are part of what models were
+trained on, as are the newlines around them, which are not shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThinkingFormat:
-    """Reasoning between two marks, at the start of a response or after a call."""
-
-    begin: str
-    end: str
-    heading: str = ""  # text that follows `begin` and is not shown
-    # a response begins within reasoning, whether or not the prompt ends with `begin`
-    always_open: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JsonCalls:
-    """Calls written as `begin {"name": .., "arguments": {..}} end`."""
-
-    # mark before every call; if "", a response that begins with a brace and names a tool is a call
-    begin: str = ""
-    end: str = ""
-    before: str = ""  # optional text before the first call
-    between: str = ""  # separator of calls that have no `begin`
-    arguments: str = "arguments"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadedCalls:
-    """Calls written as `begin functions.NAME:0 heading {..} end`; the header is the call's id."""
-
-    section: str
-    section_end: str
-    begin: str
-    heading: str
-    end: str
-    prefix: str = "functions."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaggedCalls:
-    """Calls in `section name_open NAME name_close (key_open KEY key_close value value_close)* end
-    section_end`.
-
-    Values are written without quotes; the tool's schema determines their type.
-    """
-
-    section: str  # may be absent where `name_open` is a mark of its own
-    section_end: str
-    name_open: str
-    name_close: str  # "" if the name ends at the end of its line or at the next mark
-    key_open: str
-    key_close: str
-    value_open: str = ""  # mark between key and value
-    value_close: str
-    end: str  # mark after a call; the section's end mark where a section holds one call
-    newlines: bool = True  # one newline directly before and after a value belongs to the marks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuotedCalls:
-    """Calls written as `begin call:NAME{key:quote text quote,other:42} end`, JSON with bare keys."""
-
-    begin: str
-    heading: str
-    quote: str
-    end: str
-
-
-CallSyntax: TypeAlias = JsonCalls | HeadedCalls | TaggedCalls | QuotedCalls
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Messages:
-    """Messages with headers that name recipients: `start ROLE to=X channel Y kind json body text end`."""
-
-    start: str
-    # possible beginnings of a response; the prompt has ended with `start` and the role
-    first: tuple[str, ...]
-    body: str
-    ends: tuple[str, ...]
-    channel: str = ""
-    kind: str = ""
-    thoughts: frozenset[str]  # channels or recipients of reasoning
-    # recipients of content; a message without a recipient is also content
-    answers: frozenset[str] = frozenset()
-    prefix: str = ""  # prefix of tool names as recipients
-
-
-Format: TypeAlias = ThinkingFormat | CallSyntax | Messages
+from .call_syntax import CallSyntax, ThinkingFormat
+from .headed_calls import HeadedCalls
+from .json_calls import JsonCalls
+from .messages import Messages
+from .quoted_calls import QuotedCalls
+from .tagged_calls import TaggedCalls
 
 HARMONY = Messages(
     start="<|start|>",
@@ -107,6 +25,7 @@ HARMONY = Messages(
     channel="<|channel|>",
     kind="<|constrain|>",
     thoughts=frozenset({"analysis"}),
+    final="<|channel|>final",
     prefix="functions.",
 )
 MUSE = Messages(
@@ -115,10 +34,23 @@ MUSE = Messages(
     body="<|message|>",
     ends=("<|eom|>", "<|eot|>"),
     thoughts=frozenset({"self"}),
-    answers=frozenset({"user"}),
+    answers=frozenset({"user", "commentary", "developer"}),
+    final=" to=user",
+    calls=TaggedCalls(
+        section="<atem:function_calls>",
+        section_end="</atem:function_calls>",
+        name_open='<atem:invoke name="',
+        name_close='">',
+        key_open='<atem:parameter name="',
+        key_close='">',
+        value_close="</atem:parameter>",
+        end="</atem:invoke>",
+        newlines=False,
+        shares_section=True,
+    ),
 )
 THINK = ThinkingFormat(begin="<think>", end="</think>")
-_OPEN_THINK = ThinkingFormat(begin="<think>", end="</think>", always_open=True)
+_OPEN_THINK = replace(THINK, always_open=True)
 _XML = TaggedCalls(
     section="<tool_call>",
     section_end="</tool_call>",
@@ -129,10 +61,20 @@ _XML = TaggedCalls(
     value_close="</parameter>",
     end="</function>",
 )
+_DEEPSEEK = HeadedCalls(
+    section="<｜tool▁calls▁begin｜>",
+    section_end="<｜tool▁calls▁end｜>",
+    begin="<｜tool▁call▁begin｜>",
+    heading="<｜tool▁sep｜>",
+    end="<｜tool▁call▁end｜>",
+)
 
 REASONING: Mapping[str, ThinkingFormat | Messages] = {
     "qwen3": THINK,
     "deepseek_r1": _OPEN_THINK,
+    "deepseek_v3": THINK,
+    "mistral": ThinkingFormat(begin="[THINK]", end="[/THINK]"),
+    "seed_oss": ThinkingFormat(begin="<seed:think>", end="</seed:think>"),
     "kimi_k2": THINK,
     "minimax_m2": _OPEN_THINK,
     "glm45": THINK,
@@ -141,14 +83,13 @@ REASONING: Mapping[str, ThinkingFormat | Messages] = {
     "openai_gptoss": HARMONY,
     "muse_glimmer": MUSE,
 }
-CALLS: Mapping[str, CallSyntax | Messages] = {
+CALLS: Mapping[str, CallSyntax] = {
     "hermes": JsonCalls(begin="<tool_call>", end="</tool_call>"),
     "llama3_json": JsonCalls(before="<|python_tag|>", between=";", arguments="parameters"),
     "qwen3_coder": _XML,
     "qwen3_xml": _XML,
-    "mimo": TaggedCalls(
-        **{name: getattr(_XML, name) for name in TaggedCalls.__slots__ if name != "newlines"}, newlines=False
-    ),
+    "mimo": replace(_XML, newlines=False),
+    "seed_oss": replace(_XML, section="<seed:tool_call>", section_end="</seed:tool_call>"),
     "minimax_m2": TaggedCalls(
         section="<minimax:tool_call>",
         section_end="</minimax:tool_call>",
@@ -158,6 +99,22 @@ CALLS: Mapping[str, CallSyntax | Messages] = {
         key_close='">',
         value_close="</parameter>",
         end="</invoke>",
+        newlines=False,
+        shares_section=True,
+    ),
+    "deepseek_v32": TaggedCalls(
+        section="<｜DSML｜function_calls>",
+        section_end="</｜DSML｜function_calls>",
+        name_open='<｜DSML｜invoke name="',
+        name_close='">',
+        key_open='<｜DSML｜parameter name="',
+        key_close='">',
+        text_close='" string="true">',
+        json_close='" string="false">',
+        value_close="</｜DSML｜parameter>",
+        end="</｜DSML｜invoke>",
+        newlines=False,
+        shares_section=True,
     ),
     "glm45": TaggedCalls(
         section="<tool_call>",
@@ -175,9 +132,20 @@ CALLS: Mapping[str, CallSyntax | Messages] = {
         section="<|tool_calls_section_begin|>",
         section_end="<|tool_calls_section_end|>",
         begin="<|tool_call_begin|>",
+        prefix="functions.",
         heading="<|tool_call_argument_begin|>",
         end="<|tool_call_end|>",
+        numbered=True,
     ),
+    "deepseek_v3": replace(
+        _DEEPSEEK,
+        prefix="function<｜tool▁sep｜>",
+        heading="\n```json\n",
+        end="\n```<｜tool▁call▁end｜>",
+        between="\n",
+    ),
+    "deepseek_v31": _DEEPSEEK,
+    "mistral": HeadedCalls(begin="[TOOL_CALLS]", heading="[ARGS]", id_mark="[CALL_ID]", listed=JsonCalls()),
     "gemma4": QuotedCalls(begin="<|tool_call>", heading="call:", quote='<|"|>', end="<tool_call|>"),
     "openai": HARMONY,
     "muse_glimmer": MUSE,
@@ -187,11 +155,21 @@ TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], str | None, str | None], ...] = (
     (("<|channel|>", "<|message|>"), "openai", "openai_gptoss"),
     (("<|tool_call>",), "gemma4", "gemma4"),
     (("<|tool_call_begin|>",), "kimi_k2", "kimi_k2"),
+    (("]<]minimax[>[",), None, None),  # MiniMax-M3: nested elements
     (("<minimax:tool_call>",), "minimax_m2", "minimax_m2"),
     (("<arg_key>",), "glm45", "glm45"),
     (("to=self", "<|eom|>"), "muse_glimmer", "muse_glimmer"),
-    (("<function=", "<think>"), "qwen3_coder", "qwen3"),
-    (("<function=",), "qwen3_coder", None),
+    (("<｜DSML｜",), "deepseek_v32", "deepseek_v3"),
+    (("<｜tool▁calls▁begin｜>", "```json", "<think>"), "deepseek_v3", "deepseek_v3"),
+    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3", None),
+    (("<｜tool▁calls▁begin｜>",), "deepseek_v31", "deepseek_v3"),
+    (("[TOOL_CALLS]", "[THINK]"), "mistral", "mistral"),
+    (("[TOOL_CALLS]",), "mistral", None),
+    (("<seed:tool_call>",), "seed_oss", "seed_oss"),
+    (("<function=", "<parameter=", "<think>"), "qwen3_coder", "qwen3"),
+    (("<function=", "<parameter="), "qwen3_coder", None),
+    (("<function=",), None, None),  # functionary: JSON within the tag
+    (("<tool_calls>",), None, None),  # Apriel: a list of JSON
     (("<tool_call>", "<think>"), "hermes", "qwen3"),
     (("<tool_call>",), "hermes", None),
     (("<|python_tag|>",), "llama3_json", None),
@@ -200,7 +178,22 @@ TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], str | None, str | None], ...] = (
 )
 
 
-def marks_of(given: Format) -> frozenset[str]:
-    values = [getattr(given, f.name) for f in fields(given)]
-    several = (value if isinstance(value, tuple) else (value,) for value in values)
-    return frozenset(each for value in several for each in value if isinstance(each, str) and "<" in each)
+def texts_of(given: CallSyntax | ThinkingFormat) -> frozenset[str]:
+    """Return all marks and other texts of a format."""
+    found: set[str] = set()
+    for each in fields(given):  # type: ignore[arg-type]  # all formats are dataclasses
+        value = getattr(given, each.name)
+        values = value if isinstance(value, tuple | frozenset) else (value,)
+        found.update(text for text in values if isinstance(text, str) and text)
+        found.update(*(texts_of(nested) for nested in values if isinstance(nested, JsonCalls | TaggedCalls)))
+    return frozenset(found)
+
+
+def mark_ids(given: Iterable[CallSyntax | ThinkingFormat], added: Mapping[str, int]) -> dict[str, int]:
+    """Return the ids of added tokens, given by text, that occur in the texts of formats."""
+    texts = {text for each in given for text in texts_of(each)}
+    return {
+        token: token_id
+        for token, token_id in added.items()
+        if token[:1] in ("<", "[") and any(token in text for text in texts)
+    }

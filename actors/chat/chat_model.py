@@ -15,32 +15,32 @@ from ...cluster.errors import ConfigError, RequestError, did_you_mean
 from ...cluster.request.request import SamplingParams
 from ...cluster.request.structured_outputs import StructuredOutputsParams
 from ..tokenization.tokenizer import Tokenizer
-from .chat_formats import (
-    CALLS,
-    REASONING,
-    TEMPLATE_SIGNS,
-    CallSyntax,
-    Messages,
-    ThinkingFormat,
-    marks_of,
-)
+from .answer_grammar import AnswerGrammar, Reasoning
+from .call_syntax import CallSyntax, ThinkingFormat
+from .chat_formats import CALLS, REASONING, TEMPLATE_SIGNS, mark_ids
+from .messages import Messages
 from .stream_parser import Splitter
 from .text_stream import AnswerDelta, concatenate, content_only
-from .tool_call_grammars import forced_calls, strict_calls
 
 AUTO, NONE = "auto", "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatModel:
-    """`kept_token_ids`: special tokens that the formats parse, so they must not be removed from the text."""
+    """The formats of a model.
 
-    calls: CallSyntax | Messages | None = None
+    Attributes:
+        kept_token_ids: special tokens that the formats parse, so they must not be removed from the text.
+        mark_ids: ids of the added tokens among the marks, special or not.
+    """
+
+    calls: CallSyntax | None = None
     thinking: ThinkingFormat | Messages | None = None
     call_parser: str | None = None
     reasoning_parser: str | None = None
     auto_calls: bool = True
     kept_token_ids: tuple[int, ...] = ()
+    mark_ids: Mapping[str, int] = field(default_factory=dict[str, int])
     tokenizer: Tokenizer | None = None
 
     @classmethod
@@ -58,24 +58,33 @@ class ChatModel:
         reasoning_name = _chosen("reasoning_parser", reasoning_parser, REASONING, by_template[1])
         calls = None if call_name is None else CALLS[call_name]
         thinking = None if reasoning_name is None else REASONING[reasoning_name]
-        marks = {mark for given in (calls, thinking) if given is not None for mark in marks_of(given)}
-        special = {} if tokenizer is None or not marks else tokenizer.special_token_ids
+        formats = [given for given in (calls, thinking) if given is not None]
+        marks = {} if tokenizer is None else mark_ids(formats, tokenizer.added_token_ids)
+        special = frozenset() if tokenizer is None else frozenset(tokenizer.special_token_ids.values())
         return cls(
             calls=calls,
             thinking=thinking,
             call_parser=call_name,
             reasoning_parser=reasoning_name,
             auto_calls=auto_calls,
-            kept_token_ids=tuple(sorted(special[mark] for mark in marks & special.keys())),
+            kept_token_ids=tuple(sorted(special.intersection(marks.values()))),
+            mark_ids=marks,
             tokenizer=tokenizer,
         )
 
     def check_tools(self, tool_choice: str) -> None:
         """Raise RequestError if tools cannot be offered: an agent cannot see that its tools are ignored."""
         if self.calls is None:
+            takes_tools = self.tokenizer is not None and self.tokenizer.template_uses("tools")
+            reason = (
+                "this model writes calls in a format of which there is no parser, or the server was started "
+                f"without one (known: {', '.join(CALLS)})"
+                if takes_tools
+                else "this model's chat template does not support tools, so the model would not see them"
+            )
             raise RequestError(
-                "tools: this model's chat template does not support tools, so the model would not see them. "
-                "Leave them out, or start the server with --tool-call-parser and --chat-template.",
+                f"tools: {reason}. Leave them out, or start the server with --tool-call-parser and "
+                "--chat-template.",
                 param="tools",
             )
         if tool_choice == "auto" and not self.auto_calls:
@@ -111,26 +120,64 @@ class ChatModel:
             tokenizer=self.tokenizer,
         )
 
-    def forced_call_grammar(
-        self, prompt: str, schemas: Mapping[str, Mapping[str, Any]], *, parallel: bool
-    ) -> StructuredOutputsParams:
-        """Return the grammar that forces calls of these tools after the reasoning."""
-        assert self.calls is not None and self.tokenizer is not None, "the tools were checked"
-        lark = forced_calls(self.calls, schemas, self.tokenizer.special_token_ids, several=parallel)
+    def constraint(
+        self,
+        prompt: str,
+        schemas: Mapping[str, Mapping[str, Any]],
+        constrained: StructuredOutputsParams | None,
+        *,
+        required: bool,
+        strict: Collection[str] = (),
+        parallel: bool = True,
+        continued: str | None = None,
+    ) -> StructuredOutputsParams | None:
+        """Return the constraint of a whole answer: of its reasoning, its calls and its text.
+
+        Args:
+            constrained: the requested constraint of the text.
+            required: at least one call is required, and so no text.
+            strict: tools whose calls must fit their schemas.
+            parallel: several calls may follow each other.
+            continued: the message that the response continues, if any.
+        """
+        if (
+            constrained is not None
+            and (constrained.after_token_ids or continued is not None)
+            and not required
+        ):
+            return constrained
+        if not (required or strict or constrained is not None):
+            return None
+        if not required and constrained is not None and constrained.structural_tag is not None:
+            # Tags describe a whole text, with the calls in it.
+            return replace(constrained, after_token_ids=self.end_of_reasoning(prompt))
+        reasoning, after = self._expected_reasoning(prompt, continued)
+        if not required and not schemas and reasoning.format is None:
+            return constrained
+        grammar = AnswerGrammar(self.calls, schemas, self.mark_ids, reasoning, strict)
+        if required:
+            lark = grammar.forced(several=parallel)
+        elif constrained is not None:
+            frame = grammar.constrained(several=parallel)
+            return replace(constrained, frame=frame, after_token_ids=after, left_out=tuple(grammar.left_out))
+        else:
+            lark = grammar.optional()
         return StructuredOutputsParams(
-            grammar=lark, after_token_ids=self.end_of_reasoning(prompt), sent_as="tools"
+            grammar=lark, after_token_ids=after, left_out=tuple(grammar.left_out), sent_as="tools"
         )
 
-    def strict_call_grammar(
-        self, prompt: str, schemas: Mapping[str, Mapping[str, Any]], strict: Collection[str]
-    ) -> StructuredOutputsParams | None:
-        """Return structural tags that make strict tools' calls follow their schemas; None if impossible."""
-        assert self.calls is not None and self.tokenizer is not None, "the tools were checked"
-        tags = strict_calls(self.calls, schemas, strict, self.tokenizer.special_token_ids)
-        if tags is None:
-            return None
-        end_tokens = self.end_of_reasoning(prompt)
-        return StructuredOutputsParams(structural_tag=tags, after_token_ids=end_tokens, sent_as="tools")
+    def _expected_reasoning(self, prompt: str, continued: str | None) -> tuple[Reasoning, tuple[int, ...]]:
+        """Return the reasoning that a grammar must allow, and the tokens after which it applies."""
+        if isinstance(self.thinking, Messages) or isinstance(self.calls, Messages):
+            form = self.thinking if isinstance(self.thinking, Messages) else self.calls
+            assert isinstance(form, Messages)
+            return Reasoning(format=form), ()
+        if self.thinking is None or prompt.rstrip().endswith(self.thinking.end):
+            return Reasoning(), ()
+        if not self._opened(prompt, continued):
+            return Reasoning(format=self.thinking), ()
+        after = self.end_of_reasoning(prompt)
+        return Reasoning(format=self.thinking, opened=True, is_over=bool(after)), after
 
     def end_of_reasoning(self, prompt: str) -> tuple[int, ...]:
         """Return the tokens that end the reasoning; () for several, as the same text has other tokens."""
@@ -259,7 +306,7 @@ class AnswerParserFactory:
     """Creates the parsers of a request's completions; most arguments are those of `Splitter`."""
 
     thinking: ThinkingFormat | Messages | None = None
-    calls: CallSyntax | Messages | None = None
+    calls: CallSyntax | None = None
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     opened: bool = False
     parallel: bool = True

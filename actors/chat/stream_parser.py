@@ -14,22 +14,24 @@ import re
 from collections.abc import Generator, Mapping
 from typing import Any, Literal
 
-from .chat_formats import CallSyntax, HeadedCalls, JsonCalls, Messages, TaggedCalls, ThinkingFormat
+from .argument_schema import ArgumentSchema
+from .call_syntax import CallSyntax, ThinkingFormat
+from .json_calls import JsonCalls
+from .messages import Messages
 from .text_stream import (
     AnswerDelta,
     CallPiece,
     Marks,
     NotACallError,
+    Sink,
     TextPiece,
     TextSource,
     Waiting,
     concatenate,
 )
-from .tool_parsers import READERS, TOOL_NAME, read_raw_arguments
 
 _NEWLINES = 2  # before a mark
-_RECIPIENT = re.compile(r"to=([^\s<]+)")
-_CHANNEL = re.compile(r"\s*(\w+)")
+_TOOL_NAME = re.compile(r"[\w.:/-]{1,256}")
 _MAX_CALLS = 128
 
 
@@ -46,14 +48,14 @@ class Splitter:
     def __init__(
         self,
         thinking: ThinkingFormat | Messages | None = None,
-        calls: CallSyntax | Messages | None = None,
+        calls: CallSyntax | None = None,
         *,
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
         opened: bool = False,
         id_seed: str = "",
         parallel: bool = True,
     ) -> None:
-        self.schemas = schemas or {}
+        self.schemas = {name: ArgumentSchema(schema) for name, schema in (schemas or {}).items()}
         self._id_seed = id_seed
         self._max_calls = _MAX_CALLS if parallel else 1
         self._num_calls = 0
@@ -83,10 +85,10 @@ class Splitter:
     # Output of the readers.
 
     def open(self, name: str, id: str | None = None) -> None:
-        if not TOOL_NAME.fullmatch(name):
+        if not _TOOL_NAME.fullmatch(name):
             raise NotACallError
         self._source.forget()
-        self._end_section()
+        self.end_section()
         index, self._num_calls = self._num_calls, self._num_calls + 1
         if index < self._max_calls:
             digest = hashlib.blake2b(f"{self._id_seed}/{index}".encode(), digest_size=16).hexdigest()
@@ -109,46 +111,46 @@ class Splitter:
             self._section = kind, number + 1
         self._pieces.append(TextPiece(kind, text, self._section[1]))
 
-    def _end_section(self) -> None:
+    def end_section(self) -> None:
         """Begin a stretch of its own with the next text, even if it is of the same kind."""
         self._section = "", self._section[1]
 
     # Parsing.
 
     def _read(
-        self, thinking: ThinkingFormat | Messages | None, calls: CallSyntax | Messages | None, opened: bool
+        self, thinking: ThinkingFormat | Messages | None, calls: CallSyntax | None, opened: bool
     ) -> Generator[None, None, None]:
         messages = next((each for each in (thinking, calls) if isinstance(each, Messages)), None)
         if messages is not None:
-            yield from self._read_messages(messages, with_calls=calls is not None)
+            yield from messages.read_answer(
+                self._source, self, self._emit_content, self._emit_reasoning, with_calls=calls is not None
+            )
         else:
-            assert not isinstance(thinking, Messages) and not isinstance(calls, Messages)
+            assert not isinstance(thinking, Messages)
             if opened or (thinking is not None and thinking.always_open):
                 assert thinking is not None, "nothing is open where there is no reasoning"
                 yield from self._source.skip("\n")
                 yield from self._source.starts_with(thinking.begin)  # some models repeat it
-                yield from self._read_thoughts(thinking)
+                yield from self._read_thoughts(thinking, calls)
             yield from self._read_marked(thinking, calls)
         while not self._source.ended:  # the rest is content
             yield from self._source.through(_NO_MARKS, self._emit_content)
 
     def _read_marked(self, thinking: ThinkingFormat | None, calls: CallSyntax | None) -> Waiting[None]:
         """Read reasoning at the start and after calls, and content and calls in any order."""
-        begins = _begins(calls)
-        marks = Marks(*begins, newlines=_NEWLINES) if begins else _NO_MARKS
-        bare = calls if isinstance(calls, JsonCalls) and not calls.begin else None
-        if bare is not None and not (yield from self._read_bare_calls(bare)):
+        marks = _NO_MARKS if calls is None else Marks(*calls.begins, newlines=_NEWLINES)
+        if isinstance(calls, JsonCalls) and not calls.begin and not (yield from self._read_bare_calls(calls)):
             return
         while True:
             if thinking is not None:
-                yield from self._read_leading_thoughts(thinking)
+                yield from self._read_leading_thoughts(thinking, calls)
             mark = yield from self._source.through(marks, self._emit_content)
             if mark is None:
                 return
             assert calls is not None, "only calls have marks here"
-            yield from self._read_call(calls, mark)
+            yield from self._read_call(calls, mark, self._emit_content)
 
-    def _read_leading_thoughts(self, thinking: ThinkingFormat) -> Waiting[None]:
+    def _read_leading_thoughts(self, thinking: ThinkingFormat, calls: CallSyntax | None) -> Waiting[None]:
         self._source.mark()
         yield from self._source.skip()
         if (yield from self._source.starts_with(thinking.begin)) is None:
@@ -157,46 +159,36 @@ class Splitter:
         self._source.forget()
         if thinking.heading:
             yield from self._source.starts_with(thinking.heading)
-        yield from self._read_thoughts(thinking)
+        yield from self._read_thoughts(thinking, calls)
 
-    def _read_thoughts(self, thinking: ThinkingFormat) -> Waiting[None]:
-        self._end_section()
+    def _read_thoughts(self, thinking: ThinkingFormat, calls: CallSyntax | None) -> Waiting[None]:
+        """Read reasoning up to its end, or through a call, which ends it as well."""
+        self.end_section()
         yield from self._source.skip("\n")
-        yield from self._source.through(Marks(thinking.end, newlines=_NEWLINES), self._emit_reasoning)
+        begins = () if calls is None else calls.begins
+        marks = Marks(thinking.end, *begins, newlines=_NEWLINES)
+        while (mark := (yield from self._source.through(marks, self._emit_reasoning))) is not None:
+            if mark.endswith(thinking.end):
+                break
+            assert calls is not None, "only calls have other marks"
+            if (yield from self._read_call(calls, mark, self._emit_reasoning)):
+                return
         yield from self._source.skip("\n")
 
-    def _read_call(self, calls: CallSyntax, mark: str) -> Waiting[None]:
+    def _read_call(self, calls: CallSyntax, mark: str, otherwise: Sink) -> Waiting[bool]:
+        """Read a call after its mark; False if it is none, and the mark goes to `otherwise`."""
         self._source.mark()
         before = self._num_calls
         try:
-            if isinstance(calls, TaggedCalls | HeadedCalls) and mark.endswith(calls.section):
-                yield from self._read_section(calls)
-            else:
-                yield from READERS[type(calls)](self._source, self, calls)
-                yield from self._after_last(calls)
+            yield from calls.read(self._source, self, mark)
         except NotACallError:
             if self._num_calls == before:
                 self._source.go_back()
-                self._emit_content(mark)
-                return
+                otherwise(mark)
+                return False
         self._source.forget()
         yield from self._source.skip("\n")
-
-    def _read_section(self, calls: TaggedCalls | HeadedCalls) -> Waiting[None]:
-        begin = calls.name_open if isinstance(calls, TaggedCalls) else calls.begin
-        yield from self._source.skip()
-        yield from self._source.expect(begin)
-        while True:
-            yield from READERS[type(calls)](self._source, self, calls)
-            yield from self._source.skip()
-            if not begin or (yield from self._source.starts_with(begin)) is None:
-                break
-        yield from self._after_last(calls)
-
-    def _after_last(self, calls: CallSyntax) -> Waiting[None]:
-        if isinstance(calls, TaggedCalls | HeadedCalls) and calls.section_end:
-            yield from self._source.skip("\n")
-            yield from self._source.starts_with(calls.section_end)
+        return True
 
     def _read_bare_calls(self, calls: JsonCalls) -> Waiting[bool]:
         """Read calls without marks at the start; False if any was read, so that nothing else follows."""
@@ -211,66 +203,11 @@ class Splitter:
                 yield from self._source.skip()
             yield from self._source.starts_with(calls.before)
             try:
-                yield from READERS[type(calls)](self._source, self, calls)
+                yield from calls.read(self._source, self, "")
             except NotACallError:
                 if self._num_calls == before:
                     self._source.go_back()
                     return True
-
-    def _read_messages(self, messages: Messages, *, with_calls: bool) -> Waiting[None]:
-        """Read messages with headers. Text without a header is content."""
-        ends = Marks(*messages.ends, messages.start)
-        self._source.mark()
-        headed = (yield from self._source.starts_with(*messages.first)) is not None
-        self._source.go_back()
-        if not headed:
-            yield from self._source.through(ends, self._emit_content)
-        while (yield from self._source.peek()):
-            self._source.mark()
-            try:
-                header = yield from self._source.short(Marks(messages.body))
-                if (tool := _tool(messages, header) if with_calls else None) is not None:
-                    self.open(tool)
-            except NotACallError:
-                was_cut_short = self._source.ended
-                self._source.go_back()
-                if was_cut_short and (yield from self._source.starts_with(*_header_marks(messages))):
-                    yield from self._source.through(_NO_MARKS, lambda text: None)
-                return
-            self._source.forget()
-            self._end_section()
-            if tool is not None:
-                yield from read_raw_arguments(self._source, self, ends)
-            else:
-                yield from self._source.through(ends, self._sink(messages, header))
-
-    def _sink(self, messages: Messages, header: str) -> Any:
-        to, channel = _RECIPIENT.search(header), None
-        if messages.channel:
-            channel = _CHANNEL.match(header.rpartition(messages.channel)[2])
-        named = {found[1] for found in (to, channel) if found}
-        return self._emit_reasoning if named & messages.thoughts else self._emit_content
-
-
-def _tool(messages: Messages, header: str) -> str | None:
-    to = _RECIPIENT.search(header)
-    if to is None or to[1] in messages.thoughts | messages.answers or not to[1].startswith(messages.prefix):
-        return None
-    return to[1].removeprefix(messages.prefix)
-
-
-def _header_marks(messages: Messages) -> tuple[str, ...]:
-    return tuple(filter(None, (messages.start, messages.channel)))
-
-
-def _begins(calls: CallSyntax | None) -> tuple[str, ...]:
-    if calls is None:
-        return ()
-    if isinstance(calls, JsonCalls):
-        return tuple(filter(None, (calls.begin or calls.before,)))
-    if isinstance(calls, TaggedCalls):
-        return tuple(filter(None, (calls.section, calls.name_open)))
-    return (calls.section, calls.begin) if isinstance(calls, HeadedCalls) else (calls.begin,)
 
 
 _NO_MARKS = Marks()

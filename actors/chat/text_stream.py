@@ -47,8 +47,8 @@ class Marks:
         return len(text)
 
     def _may_begin(self, rest: str) -> bool:
-        after = rest.removeprefix("\n" * min(self._newlines, len(rest) - len(rest.lstrip("\n"))))
-        return any(mark.startswith(after) for mark in self._marks)
+        num_newlines = min(self._newlines, len(rest) - len(rest.lstrip("\n")))
+        return any(mark.startswith(rest[i:]) for i in range(num_newlines + 1) for mark in self._marks)
 
 
 class TextSource:
@@ -75,6 +75,10 @@ class TextSource:
     def go_back(self) -> None:
         assert self._marked_from is not None, "nothing was marked"
         self._at, self._marked_from = self._marked_from, None
+
+    def step_back(self, num_chars: int) -> None:
+        """Unread characters that were just read, without waiting since."""
+        self._at -= num_chars
 
     @property
     def ended(self) -> bool:
@@ -139,6 +143,9 @@ class TextSource:
 
     def short(self, marks: Marks, limit: int = 256) -> Waiting[str]:
         """Return the text before a mark and read the mark. Raises NotACallError beyond `limit` characters."""
+        return (yield from self.short_with_mark(marks, limit))[0]
+
+    def short_with_mark(self, marks: Marks, limit: int = 256) -> Waiting[tuple[str, str]]:
         parts: list[str] = []
 
         def take(text: str) -> None:
@@ -146,9 +153,10 @@ class TextSource:
             if sum(map(len, parts)) > limit:
                 raise NotACallError
 
-        if (yield from self.through(marks, take)) is None:
+        mark = yield from self.through(marks, take)
+        if mark is None:
             raise NotACallError
-        return "".join(parts)
+        return "".join(parts), mark
 
     def _emit(self, end: int, sink: Sink) -> None:
         if end > self._at:

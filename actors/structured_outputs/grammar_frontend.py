@@ -25,18 +25,17 @@ from ...cluster.errors import OverloadedError, RequestError
 from ...cluster.request.request import SamplingParams
 from ...cluster.request.structured_outputs import Grammar, GrammarKind, StructuredOutputsParams
 from ...cluster.step.executor import ExecutorInfo
-from ...drafter.grammars.compiler import GrammarError
+from ...drafter.grammars.compiler import GrammarError, lark_of
 from ..tokenization.tokenizer import Tokenizer
 from .grammar_validator import QUICK_S, SLOW_S, GrammarValidator
 from .json_grammar import COMPACT, INDENTED, json_rule
 from .json_schema import MAX_GRAMMAR_CHARS, SchemaReader
 from .schema_keywords import ascii_classes
-from .structural_tags import lark_of_tags
+from .structural_tags import lark_of_tags, lark_regex
 
 logger = logging.getLogger(__name__)
 
 MAX_CHOICES = 4096
-UNSATISFIABLE = "Unsatisfiable schema"  # llguidance says so of a part, which may be optional
 MAX_LOGGED = 64  # schemas whose keywords that are not enforced are logged
 # Two quick trials at a time and one slow one, so that slow grammars do not delay others.
 NUM_QUICK, NUM_SLOW = 2, 1
@@ -201,13 +200,7 @@ class GrammarFrontend:
             self._log_left_out(names)
         else:
             return params
-        try:
-            grammar = self._compile_trial(kind, text, after, _field(params), cpu_s)
-        except RequestError as error:
-            if outputs is None or UNSATISFIABLE not in error.message:
-                raise
-            (kind, text), _ = _written(outputs, self._config, is_whole=True)
-            grammar = self._compile_trial(kind, text, after, _field(params), cpu_s)
+        grammar = self._compile_trial(kind, text, after, _field(params), cpu_s)
         return None if grammar is None else replace(params, grammar=grammar)
 
     def _log_left_out(self, names: tuple[str, ...]) -> None:
@@ -251,12 +244,32 @@ def left_out(outputs: StructuredOutputsParams | None) -> tuple[str, ...]:
 
 
 def _written(
-    outputs: StructuredOutputsParams, config: StructuredOutputsConfig, *, is_whole: bool = False
+    outputs: StructuredOutputsParams, config: StructuredOutputsConfig
+) -> tuple[tuple[_Kind, str], tuple[str, ...]]:
+    (kind, text), names = _constraint(outputs, config)
+    if outputs.frame is not None:
+        kind, text = "lark", _framed(outputs.frame, kind, text, outputs.field)
+    return (kind, text), (*outputs.left_out, *names)
+
+
+def _framed(frame: str, kind: _Kind, text: str, field: str) -> str:
+    """Return the Lark of a whole answer, whose rule `answer` is a constraint."""
+    if kind == "regex":
+        return f"{frame}\nanswer: {lark_regex(text, field)}"
+    if kind == "grammar":
+        try:
+            text = lark_of(text)
+        except GrammarError as error:
+            raise _refusal(field, str(error)) from None
+    return f"{frame}\nanswer: %lark {{\n{text}\n}}"
+
+
+def _constraint(
+    outputs: StructuredOutputsParams, config: StructuredOutputsConfig
 ) -> tuple[tuple[_Kind, str], tuple[str, ...]]:
     field = outputs.field
     reader = SchemaReader(strict=outputs.strict, closes_objects=config.disable_additional_properties)
     layout = COMPACT if outputs.disable_any_whitespace or config.disable_any_whitespace else INDENTED
-    layout = replace(layout, is_whole=is_whole)
     match outputs.constraint:
         case "json" | "json_object":
             schema = _parsed(outputs.json, field) if outputs.constraint == "json" else {"type": "object"}

@@ -21,7 +21,7 @@ from .schema_keywords import LARGEST
 MAX_DIGITS = 20  # of an integer, and of a fraction
 MAX_EXPONENT_DIGITS = 3
 # Of a value of which the schema says nothing: with the objects and arrays around it, and without them.
-MAX_ANY_DEPTH, MIN_ANY_DEPTH = 12, 6
+MAX_ANY_DEPTH, MIN_ANY_DEPTH = 8, 3
 MAX_KEY_CHARS = 256  # of a name that the schema does not give
 MAX_INDENTED_DEPTH = 8
 MAX_RULES_CHARS = 1 << 20
@@ -46,15 +46,11 @@ class JsonLayout:
 
     Attributes:
         separators: of items, and of a name and its value.
-        indents: a newline and the indentation of the depth may follow "{", "[" and ",", and precede "}" or
-            "]"; otherwise a space may.
-        is_whole: llguidance's compiler writes all of a schema. It leaves out optional parts that nothing can
-            fit, where Lark has no rule.
+        indents: a newline and the indentation of the depth may follow "{", "[" and ",", and precede "}", "]".
     """
 
     separators: tuple[str, str] = (",", ":")
     indents: bool = False
-    is_whole: bool = False
 
     @property
     def guidance(self) -> Mapping[str, Any]:
@@ -76,8 +72,6 @@ def json_rule(schema: EnforcedSchema, layout: JsonLayout) -> str:
     """Return the right-hand side of a Lark rule for the JSON that fits a schema."""
     if schema.guidance is not None:  # the client chose llguidance's layout
         return schema.lark({**layout.guidance, **schema.guidance})
-    if layout.is_whole:
-        return schema.lark(layout.guidance)
     try:
         return f"%lark {{\n{_Writer(schema, layout).text()}\n}}"
     except (

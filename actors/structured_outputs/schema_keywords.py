@@ -123,8 +123,6 @@ _OUTSIDE = re.compile(
     r"|(?P<literal>\{(?!\d+(?:,\d*)?\}))|(?P<dot>\.)|[\s\S]"
 )
 _INSIDE = re.compile(_ESCAPED + r"|(?P<close>\])|(?P<literal>[\[&~]|(?<=-)-)|[\s\S]")
-# It looks around; at the ends of alternatives anchors do not.
-_INNER_ANCHOR = re.compile(r"\$(?!$|[|)])|(?<=[^|(:])\^")
 _SPELLED = {"nothing": r"[^\s\S]", "all": r"[\s\S]", "dot": r"[^\n\r\x{2028}\x{2029}]"}
 
 
@@ -191,8 +189,7 @@ def pattern(value: Any) -> str | None:
         written.append(text)
         at = piece.end()
     found = "".join(written)
-    has_inner_anchor = _INNER_ANCHOR.search(re.sub(r"\\.|\[[^\]]*\]", "a", found)) is not None
-    return found if _is_well_formed(found) and not has_inner_anchor else None
+    return found if _is_well_formed(found) else None
 
 
 def ascii_classes(regex: str) -> str:
@@ -231,10 +228,9 @@ def _escape(char: str, is_class: bool) -> str | None:
 
 def _is_well_formed(regex: str) -> bool:
     """Return whether Python reads it, once what only Rust reads is replaced."""
-    readable = regex
+    readable = re.sub(r"\\[pP]\{[^}]*\}|\\x\{[0-9a-fA-F]+\}", "a", regex).replace("(?<", "(?P<")
     for text in _CLASSES.values():
         readable = readable.replace(text, "0-9")  # Python warns of a class within a class
-    readable = re.sub(r"\\[pP]\{[^}]*\}|\\x\{[0-9a-fA-F]+\}", "a", readable).replace("(?<", "(?P<")
     try:
         re.compile(readable)
     except (re.error, RecursionError, OverflowError):

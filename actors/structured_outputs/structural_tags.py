@@ -113,7 +113,7 @@ class _Writer:
                 schema = self._reader.read(form.get("json_schema", {}), f"{field}.json_schema")
                 return _ended(self._named(json_rule(schema, self._layout)), ends)
             case "regex":
-                return _ended(_regex(_text(form, "pattern", field), f"{field}.pattern"), ends)
+                return _ended(lark_regex(_text(form, "pattern", field), f"{field}.pattern"), ends)
             case "any_text":
                 return self._free(self._text_without(form, field), self._must_end(ends, field))
             case "sequence":
@@ -269,7 +269,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _regex(pattern: str, field: str) -> str:
+def lark_regex(pattern: str, field: str) -> str:
     """Return the pattern between Lark's slashes; an unescaped slash in it is escaped."""
 
     def written(piece: re.Match[str]) -> str:

@@ -199,6 +199,12 @@ class Tokenizer:
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
     @cached_property
+    def added_token_ids(self) -> Mapping[str, int]:
+        """Ids of all added tokens by text: special ones, and others that are never split."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items()}
+
+    @cached_property
     def _specials(self) -> frozenset[int]:
         return frozenset(self.special_token_ids.values())
 

@@ -84,6 +84,10 @@ class StructuredOutputsParams:
         strict: refuse a JSON schema with a keyword that restricts answers and cannot be enforced, which is
             left out by default.
         after_token_ids: see `Grammar`.
+        left_out: names of what was requested and is not enforced, besides what this constraint's own schema
+            asks for.
+        frame: Lark of the whole answer, in which the rule `answer` is what the constraint allows; by default
+            that is the whole answer.
         sent_as: the field in which it was sent, for messages; by default its name here.
     """
 
@@ -96,6 +100,8 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     strict: bool = False
     after_token_ids: tuple[int, ...] = ()
+    left_out: tuple[str, ...] = ()
+    frame: str | None = None
     sent_as: str | None = None
 
     def __post_init__(self) -> None:

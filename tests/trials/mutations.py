@@ -263,7 +263,7 @@ MUTATIONS = (
         "drafter/step/sampling/ngram_lookup.py",
         "begin = int(ends[-1]) + 1",
         "begin = int(ends[0]) + 1",
-        ("ngram", "kernels_steps"),
+        ("suffix", "kernels_steps"),
     ),
     Mutation(
         "verifies one draft more than the trimmed number",

@@ -394,25 +394,18 @@ def reading_of(chat: ChatModel, body: ChatRequest, prompt: str) -> AnswerParserF
 def chat_params(chat: ChatModel, body: ChatRequest, params: SamplingParams, prompt: str) -> SamplingParams:
     """Add what the model's formats need, and forced tool calls."""
     params = replace(params, kept_special_token_ids=chat.kept_token_ids)
-    constraint = params.structured_outputs
-    if body.choice == "required":
-        if constraint is not None:
-            raise RequestError(
-                f"{constraint.field} and a tool_choice that requires calls exclude each other; send one "
-                "of them.",
-                param=constraint.field,
-            )
-        # A named function is called once, as in OpenAI's API.
-        several = not isinstance(body.tool_choice, NamedTool) and body.parallel_tool_calls is not False
-        forced = chat.forced_call_grammar(prompt, body.schemas, parallel=several)
-        return replace(params, structured_outputs=forced)
-    strict = {tool.name for tool in body.available_tools if tool.strict}
-    if constraint is None and strict:
-        return replace(params, structured_outputs=chat.strict_call_grammar(prompt, body.schemas, strict))
-    if constraint is not None and not constraint.after_token_ids and not body.continue_final_message:
-        behind = chat.end_of_reasoning(prompt)
-        return replace(params, structured_outputs=replace(constraint, after_token_ids=behind))
-    return params
+    # A named function is called once, as in OpenAI's API.
+    is_named = isinstance(body.tool_choice, NamedTool)
+    constraint = chat.constraint(
+        prompt,
+        body.schemas,
+        params.structured_outputs,
+        required=body.choice == "required",
+        strict={tool.name for tool in body.available_tools if tool.strict},
+        parallel=not is_named and body.parallel_tool_calls is not False,
+        continued=body.continued,
+    )
+    return replace(params, structured_outputs=constraint)
 
 
 class ChatShape:

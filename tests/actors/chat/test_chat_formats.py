@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from manta.actors.batch.ledger.job_spec import settings_identity
-from manta.actors.chat.chat_formats import CALLS
+from manta.actors.chat.answer_grammar import AnswerGrammar, Reasoning
+from manta.actors.chat.call_syntax import CallSyntax
+from manta.actors.chat.chat_formats import CALLS, mark_ids
 from manta.actors.chat.chat_model import ChatModel, ReasoningCounter
 from manta.actors.chat.stream_parser import Splitter
 from manta.actors.chat.text_stream import concatenate
-from manta.actors.chat.tool_call_grammars import forced_calls
 from manta.actors.structured_outputs.grammar_frontend import written_grammar
 from manta.actors.tokenization.chat_template import ChatTemplate
 from manta.actors.tokenization.jinja_template import JinjaTemplate
@@ -48,6 +49,13 @@ def takes(tokenizer: Tokenizer) -> Callable[[str, str], bool]:
     return takes
 
 
+def forced_calls(
+    syntax: CallSyntax, schemas: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool
+) -> str:
+    marks = mark_ids([syntax], tokenizer.added_token_ids)
+    return AnswerGrammar(syntax, schemas, marks, Reasoning()).forced(several=several)
+
+
 W = json.dumps({"city": "Paris", "days": 3})
 # By each format: the calls of both tools, as the model was trained to write them.
 CALLED = {
@@ -58,9 +66,9 @@ CALLED = {
     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
     "mimo": "<tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n<parameter=days>3"
     "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
-    "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">\nParis\n'
-    '</parameter>\n<parameter name="days">\n3\n</parameter>\n</invoke>\n</minimax:tool_call>\n'
-    '<minimax:tool_call>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris'
+    '</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n'
+    '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
     "glm45": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
@@ -68,9 +76,27 @@ CALLED = {
     "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
     "gemma4": '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>'
     "<|tool_call>call:now{}<tool_call|>",
-    "openai": "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
-    + W,
-    "muse_glimmer": "<|start|>assistant to=get_weather<|message|>" + W,
+    "openai": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + W,
+    "muse_glimmer": " to=get_weather<|message|><atem:function_calls>\n"
+    '<atem:invoke name="get_weather">\n<atem:parameter name="city">Paris</atem:parameter>\n'
+    '<atem:parameter name="days">3</atem:parameter>\n</atem:invoke>\n</atem:function_calls><|eom|>'
+    '<|start|>assistant to=now<|message|><atem:function_calls>\n<atem:invoke name="now">\n</atem:invoke>\n'
+    "</atem:function_calls>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    f"{W}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{{}}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+    f"get_weather<｜tool▁sep｜>{W}<｜tool▁call▁end｜>"
+    "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    "mistral": f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {W}}}, '
+    '{"name": "now", "arguments": {}}]',
+    "seed_oss": "<seed:tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n"
+    "<function=now>\n</function>\n</seed:tool_call>",
 }
 # In these a schema of text would let anything through, so its words are not enumerated.
 PLAIN_WEATHER = {
@@ -87,23 +113,23 @@ def test_forced_calls_are_parsed_by_the_splitter(
     tokenizer: Tokenizer, takes: Callable[[str, str], bool], name: str
 ) -> None:
     syntax, text = CALLS[name], CALLED[name]
-    alone = name in ("openai", "muse_glimmer")  # a message is one call, and ends the answer
-    lark = forced_calls(syntax, SCHEMAS, tokenizer.special_token_ids, several=True)
+    alone = name == "openai"  # a message is one call, and ends the answer
+    lark = forced_calls(syntax, SCHEMAS, tokenizer, several=True)
     assert takes(lark, text)
     reader = Splitter(None, syntax, schemas=SCHEMAS)
     found = concatenate([reader.feed(text), reader.finish()])
     called = [(call.name, json.loads(call.arguments)) for call in found.calls]
     assert called == [("get_weather", json.loads(W)), ("now", {})][: 1 if alone else 2] and not found.content
-    single = forced_calls(syntax, SCHEMAS, tokenizer.special_token_ids, several=False)
+    single = forced_calls(syntax, SCHEMAS, tokenizer, several=False)
     assert takes(single, text) == alone
-    named = forced_calls(syntax, {"now": SCHEMAS["now"]}, tokenizer.special_token_ids, several=True)
+    named = forced_calls(syntax, {"now": SCHEMAS["now"]}, tokenizer, several=True)
     for wrong in (text, "Hello.", "", text.replace("days", "hours"), text.replace("3", '"three"')):
         assert not takes(named if wrong == text else lark, wrong), wrong
 
 
 def test_calls_of_strict_tools_fit_their_schemas_with_auto(takes: Callable[[str, str], bool]) -> None:
     model = ChatModel.of(byte_tokenizer(HERMES))
-    strict = model.strict_call_grammar("", SCHEMAS, {"get_weather"})
+    strict = model.constraint("", SCHEMAS, None, required=False, strict={"get_weather"})
     assert strict is not None and strict.field == "tools"
     _, lark = written_grammar(strict)
     call = CALLED["hermes"]
@@ -115,7 +141,6 @@ def test_calls_of_strict_tools_fit_their_schemas_with_auto(takes: Callable[[str,
         (call.replace("get_weather", "unknown"), False),
     ):
         assert takes(lark, text) == allowed, text
-    assert ChatModel.of(byte_tokenizer("<|tool_call>")).strict_call_grammar("", SCHEMAS, {"now"}) is None
 
 
 @pytest.mark.parametrize("required", [[], ["a"], ["b"], ["a", "b"]])
@@ -125,8 +150,8 @@ def test_optional_arguments_may_be_omitted(
     kinds = {"a": {"type": "string"}, "b": {"type": "integer"}, "c": {"type": "string"}}
     schemas = {"f": {"type": "object", "properties": kinds, "required": required}}
     written = {"a": 'a:<|"|>x<|"|>', "b": "b:1", "c": 'c:<|"|>y<|"|>'}
-    quoted = forced_calls(CALLS["gemma4"], schemas, tokenizer.special_token_ids, several=False)
-    tagged = forced_calls(CALLS["mimo"], schemas, tokenizer.special_token_ids, several=False)
+    quoted = forced_calls(CALLS["gemma4"], schemas, tokenizer, several=False)
+    tagged = forced_calls(CALLS["mimo"], schemas, tokenizer, several=False)
     for present in ([], ["a"], ["b"], ["a", "b"], ["a", "b", "c"], ["b", "c"], ["c"]):
         complete = set(required) <= set(present)
         ordered = sorted(present, key=lambda key: (key not in required, key))
@@ -143,8 +168,18 @@ def test_optional_arguments_may_be_omitted(
     [
         (HERMES, "hermes", "qwen3"),
         (HARMONY + "<|message|>", "openai", "openai_gptoss"),
-        ("{{ '<tool_call>\\n<function=' }}", "qwen3_coder", None),
-        ("{{ '<tool_call>\\n<function=' }}{{ '<think>\\n' }}", "qwen3_coder", "qwen3"),  # Qwen3.5
+        ("{{ '<tool_call>\\n<function=' }}<parameter=", "qwen3_coder", None),
+        ("{{ '<tool_call>\\n<function=' }}<parameter=<think>", "qwen3_coder", "qwen3"),  # Qwen3.5
+        ("<seed:tool_call><function=<parameter=<seed:think>", "seed_oss", "seed_oss"),
+        ("[TOOL_CALLS]", "mistral", None),
+        ("[TOOL_CALLS][THINK]", "mistral", "mistral"),
+        ("<｜tool▁calls▁begin｜>```json", "deepseek_v3", None),
+        ("<｜tool▁calls▁begin｜><think>", "deepseek_v31", "deepseek_v3"),
+        ("<｜DSML｜function_calls>", "deepseek_v32", "deepseek_v3"),
+        # Formats that look like others, and have no parser.
+        ("<function={{ name }}>{{ json }}</function>", None, None),  # functionary
+        ("]<]minimax[>[<tool_call>", None, None),  # MiniMax-M3
+        ("<tool_calls>[{{ json }}]</tool_calls> not <tool_call>", None, None),  # Apriel
         ("<|tool_call>", "gemma4", "gemma4"),
         ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2", "kimi_k2"),
         ("<minimax:tool_call><think>", "minimax_m2", "minimax_m2"),

@@ -71,7 +71,7 @@ UNCLOSED = {
         "<tool_call><function=g><parameter=a>x </function> y</parameter></function></tool_call>"
     ),
     "minimax_m2": (
-        '</think><minimax:tool_call>\n<invoke name="f">\n<parameter name="city">Oslo\n</invoke>\n'
+        '</think><minimax:tool_call>\n<invoke name="f">\n<parameter name="city">Oslo</invoke>\n'
         '<invoke name="g">\n<parameter name="a">x </invoke> y</parameter></invoke>\n</minimax:tool_call>'
     ),
     "glm45": (

@@ -94,7 +94,7 @@ def saying(*marks_and_texts: str) -> dict[str, Any]:
     return {"grammar": f"start: {' '.join(parts)} /(.|\\n)*/"}
 
 
-# The grammar applies after reasoning, so one message ends before it.
+# The grammar applies to the text of the final message, which here begins other messages.
 THOUGHT = (
     *("<|start|>", "assistant", "<|channel|>", "analysis", "<|message|>", "Rain?", "<|end|>"),
     *("<|start|>", "assistant"),

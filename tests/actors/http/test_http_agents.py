@@ -65,11 +65,11 @@ class AgentsStand:
         ]
 
     def answer_freely(self) -> dict[str, Any]:
-        """Return fields that prevent endless whitespace, which JSON allows."""
+        """Return fields that prevent endless whitespace, which JSON allows, and reasoning."""
         self._models[0].script = ()
         tokenizer = self.server.engine.tokenizer
         assert tokenizer is not None
-        ids = [i for i in range(tokenizer.vocab_size) if tokenizer.decode([i]).strip() == ""]
+        ids = [i for i in range(tokenizer.vocab_size) if tokenizer.decode([i]).strip() in ("", "<")]
         return {"extra_body": {"temperature": 0, "logit_bias": dict.fromkeys(map(str, ids), -100)}}
 
     @property
@@ -403,9 +403,9 @@ def test_answers_are_constrained_to_schemas_and_calls_are_forced(stand: AgentsSt
     )
     assert used.stop_reason == "tool_use" and Weather.model_validate(used.content[-1].input)
     with pytest.raises(openai.BadRequestError) as wrong:
-        bad = {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}
+        bad = {"type": "json_schema", "name": "x", "schema": {"$ref": "#/nowhere"}}
         stand.openai.responses.create(**ASK, text={"format": bad})
-    assert wrong.value.param == "text.format.schema"
+    assert wrong.value.param == "text.format.schema.$ref"
 
 
 def test_an_empty_answer_is_an_empty_text(stand: AgentsStand) -> None:

@@ -28,17 +28,13 @@ from support.checkpoints.chat_pairs import (
     TOOLS,
     WEATHER,
     chat_config,
+    saying,
 )
 from support.checkpoints.text_pair import LiveServer
 from support.servers.server_probes import http_client
 
 USER = [{"role": "user", "content": "Weather?"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "messages": USER}
-
-
-def saying(text: str) -> dict[str, Any]:
-    """Return a body that forces this text as the answer."""
-    return {"structured_outputs": {"choice": [text]}}
 
 
 @pytest.fixture(scope="module")
@@ -120,10 +116,8 @@ def test_an_answer_truncated_after_a_call_has_finish_reason_length(client: opena
 def test_each_of_several_completions_is_parsed_separately(client: openai.OpenAI) -> None:
     body = {**GREEDY, "tools": TOOLS, "n": 2, "temperature": 1, "seed": 3, "logprobs": True}
     texts = ["Well.", SAID]
-    found = client.chat.completions.create(**body, extra_body={"structured_outputs": {"choice": texts}})
-    pieces = client.chat.completions.create(
-        **body, stream=True, extra_body={"structured_outputs": {"choice": texts}}
-    )
+    found = client.chat.completions.create(**body, extra_body=saying(*texts))
+    pieces = client.chat.completions.create(**body, stream=True, extra_body=saying(*texts))
     reported: dict[int, list[Any]] = {0: [], 1: []}
     for chunk in pieces:
         for choice in chunk.choices:

@@ -34,7 +34,7 @@ from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import EngineDeadError, NoReplicaError, OverloadedError
 from manta.cluster.step.scheduler_output import SchedulerOutput
-from support.checkpoints.chat_pairs import ARGUMENTS, HERMES, SAID, TOOLS, chat_config
+from support.checkpoints.chat_pairs import ARGUMENTS, HERMES, SAID, TOOLS, chat_config, saying
 from support.checkpoints.text_pair import make_text_pair, tiny_settings
 from support.engines.passing_executor import PassingExecutor
 from support.servers.gateway_stand import GatewayStand, LocalDirectory
@@ -324,7 +324,7 @@ def test_a_stream_is_the_same_after_any_number_of_engine_deaths(config: EngineCo
 
 def test_reasoning_and_calls_continue_where_they_were_cut(tmp_path: Path) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Weather?"}], "temperature": 0}
-    body |= {"stream": True, "tools": TOOLS, "structured_outputs": {"choice": [SAID]}}
+    body |= {"stream": True, "tools": TOOLS, **saying(SAID)}
     with dying(chat_config(tmp_path, HERMES), 4) as stand:
         disturbed = httpx.post(f"{stand.url}/v1/chat/completions", json=body, timeout=240)
         undisturbed = httpx.post(f"{stand.url}/v1/chat/completions", json=body, timeout=240)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from manta import SamplingParams, StructuredOutputsParams
-from manta.actors.structured_outputs.grammar_frontend import GrammarFrontend, written_grammar
+from manta import StructuredOutputsParams
+from manta.actors.structured_outputs.grammar_frontend import written_grammar
 from manta.actors.structured_outputs.json_schema import EnforcedSchema, enforced_schema
-from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig, StructuredOutputsConfig
 from manta.cluster.errors import ConfigError, RequestError
-from support.checkpoints.text_pair import VOCAB, make_text_pair
 from support.oracles.schemas import HELD, LEFT_OUT
 
 FIELD = "response_format.json_schema.schema"
@@ -188,19 +185,3 @@ def test_vllm_s_config_makes_json_compact() -> None:
     _, text = written_grammar(requested, config)
     assert text == written_grammar(replace(requested, disable_any_whitespace=True))[1]
     assert text != written_grammar(requested)[1]
-
-
-def test_an_optional_part_that_no_value_fits_refuses_no_schema(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(make_text_pair(tmp_path)[0])
-    frontend = GrammarFrontend(tokenizer, VOCAB, (0, 2))
-    schema = {"type": "object", "properties": {"a": {"type": "string", "enum": [1]}, "b": {"type": "null"}}}
-    tags = {"structures": [{"begin": "<a>", "schema": schema, "end": "</a>"}], "triggers": ["<a"]}
-    try:
-        for requested in ({"json": schema}, {"structural_tag": tags}):
-            params = SamplingParams(structured_outputs=StructuredOutputsParams(**requested))
-            assert frontend.compile(params).grammar is not None
-        impossible = StructuredOutputsParams(json={**schema, "required": ["a"]})
-        with pytest.raises(RequestError, match="nsatisf"):
-            frontend.compile(SamplingParams(structured_outputs=impossible))
-    finally:
-        frontend.close()

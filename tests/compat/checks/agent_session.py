@@ -78,7 +78,8 @@ class Relay(ThreadingHTTPServer):
             exchange = Exchange(dict(body)) if is_turn else None
             if exchange is not None:
                 self.exchanges.append(exchange)
-        body |= {"structured_outputs": {"choice": [answer]}, "truncate_prompt_tokens": PROMPT_TOKENS}
+        whole = {"format": {"type": "const_string", "value": answer}}  # with its calls
+        body |= {"structured_outputs": {"structural_tag": whole}, "truncate_prompt_tokens": PROMPT_TOKENS}
         return exchange
 
 

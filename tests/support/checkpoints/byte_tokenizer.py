@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import tokenizers
-from manta.actors.chat.chat_formats import CALLS, marks_of
+from manta.actors.chat.chat_formats import CALLS, texts_of
 from manta.actors.tokenization.tokenizer import Tokenizer
 
 SPECIAL = sorted(
     {
         mark
         for syntax in CALLS.values()
-        for mark in marks_of(syntax)
-        if mark.startswith("<|") or mark.endswith("|>")
+        for mark in texts_of(syntax)
+        if (mark.startswith("<|") or mark.endswith("|>")) and "\n" not in mark
     }
 )
 

@@ -66,3 +66,9 @@ SAID = (
     f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 )
+
+
+def saying(*texts: str) -> dict[str, Any]:
+    """Return fields that force one of these texts as the whole answer, with its reasoning and calls."""
+    elements = [{"type": "const_string", "value": text} for text in texts]
+    return {"structured_outputs": {"structural_tag": {"format": {"type": "or", "elements": elements}}}}

@@ -1,0 +1,178 @@
+"""Calls that are JSON objects with a name and arguments: Hermes, Qwen, Llama 3, and older Mistral models."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..tokenization.client_messages import loads
+from .argument_schema import ArgumentSchema
+from .call_syntax import CallRules, OpenCalls, Schemas
+from .lark_writer import LarkWriter, quoted
+from .text_stream import NotACallError, Sink, TextSource, Waiting
+
+_STRUCTURE = re.compile(r'["{}\[\]<]')  # "<" never occurs in JSON outside of a string, so a mark begins there
+_IN_STRING = re.compile(r'["\\]')
+_AFTER_SCALAR = re.compile(r"[,}\]\s<]")
+_MAX_CHARS = 1024  # of a string that is a key or a name
+_NAMES = {"name"}
+_ARGUMENTS = {"arguments", "parameters"}
+_LABELS = {"type", "id"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonCalls:
+    """Calls written as `begin {"name": .., "arguments": {..}} end`."""
+
+    # mark before every call; if "", a response that begins with a brace and names a tool is a call
+    begin: str = ""
+    end: str = ""
+    before: str = ""  # optional text before the first call
+    between: str = ""  # separator of calls that have no `begin`
+    arguments: str = "arguments"
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.begin or self.before,)))
+
+    def read(self, source: TextSource, calls: OpenCalls, mark: str) -> Waiting[None]:
+        """Read `{"name": .., "arguments": {..}}`, keys in either order."""
+        name: str | None = None
+        early: list[str] = []  # arguments that came before the name
+        opened = False
+        yield from source.skip()
+        yield from source.expect("{")
+        while True:
+            yield from source.skip()
+            if (yield from source.starts_with("}")):
+                break
+            key = yield from json_string(source)
+            yield from source.skip()
+            yield from source.expect(":")
+            yield from source.skip()
+            if key in _NAMES and name is None:
+                name = yield from json_string(source)
+                if not self.begin and name not in calls.schemas:
+                    raise NotACallError  # other JSON
+                if early:
+                    calls.open(name)
+                    opened = True
+                    calls.add("".join(early))
+            elif key in _ARGUMENTS and not opened and not early:
+                if (yield from source.peek()) != "{":
+                    raise NotACallError
+                if name is not None:
+                    calls.open(name)
+                    opened = True
+                yield from json_value(source, calls.add if opened else early.append)
+            elif key in _LABELS:
+                yield from _skip_value(source)
+            else:
+                raise NotACallError
+            yield from source.skip()
+            if (yield from source.starts_with(",")) is None:
+                if (yield from source.starts_with("}")) is None and not opened:
+                    raise NotACallError
+                break
+        if not opened:
+            if name is None:
+                raise NotACallError
+            calls.open(name)
+            calls.add("".join(early) or "{}")
+        if self.end:
+            yield from source.skip()
+            yield from source.starts_with(self.end)
+
+    def rules(self, lark: LarkWriter, schemas: Schemas) -> CallRules:
+        return CallRules(
+            calls=[self._call(lark, name, schema) for name, schema in schemas.items()],
+            between=lark.text("\n" if self.begin else self.between + " "),
+        )
+
+    def _call(self, lark: LarkWriter, name: str, schema: ArgumentSchema) -> str:
+        if not self.begin:  # other JSON may be an alternative, and lexers do not backtrack
+            return json_arguments(lark, _call_schema(name, self.arguments, schema))
+        begin = f'{self.begin}\n{{"name": {quoted(name)}, "{self.arguments}": '
+        end = lark.text(f"}}\n{self.end}")
+        return f"{lark.text(begin)} {json_arguments(lark, schema)} {end}"
+
+
+def _call_schema(name: str, key: str, schema: ArgumentSchema) -> ArgumentSchema:
+    document = {
+        "type": "object",
+        "properties": {"name": {"const": name}, key: schema.enforced() or {"type": "object"}},
+        "required": ["name", key],
+        "additionalProperties": False,
+    }
+    definitions = schema.document.get("$defs")
+    return ArgumentSchema({**document, "$defs": definitions} if definitions else document)
+
+
+def json_arguments(lark: LarkWriter, schema: ArgumentSchema) -> str:
+    """Return the Lark of arguments as a JSON object."""
+    whole = schema if schema.schema else ArgumentSchema({"type": "object"})
+    return lark.json(whole)
+
+
+def json_string(source: TextSource) -> Waiting[str]:
+    """Return a string's value. Raises NotACallError if it is none, or too long for a name."""
+    parts: list[str] = []
+
+    def take(text: str) -> None:
+        parts.append(text)
+        if sum(map(len, parts)) > _MAX_CHARS:
+            raise NotACallError
+
+    if (yield from source.peek()) != '"':
+        raise NotACallError
+    if not (yield from _string(source, take)):
+        raise NotACallError
+    try:
+        return loads("".join(parts))
+    except ValueError:
+        raise NotACallError from None
+
+
+def json_value(source: TextSource, sink: Sink) -> Waiting[None]:
+    """Pass on a value up to the bracket that closes it, or to a mark. Only nesting depth is tracked."""
+    depth = 0
+    while True:
+        found = yield from source.span(_STRUCTURE, sink)
+        if found in ("", "<"):
+            return
+        if found == '"':
+            if not (yield from _string(source, sink)):
+                return
+            continue
+        sink((yield from source.character()))
+        depth += 1 if found in "{[" else -1
+        if depth == 0:
+            return
+
+
+def _skip_value(source: TextSource) -> Waiting[None]:
+    first = yield from source.peek()
+    if first and first in "{[":
+        yield from json_value(source, _nowhere)
+    elif first == '"':
+        yield from _string(source, _nowhere)
+    else:
+        yield from source.span(_AFTER_SCALAR, _nowhere)
+
+
+def _string(source: TextSource, sink: Sink) -> Waiting[bool]:
+    """Pass on a string with its quotes. Return False if the text ends within it."""
+    sink((yield from source.character()))
+    while True:
+        found = yield from source.span(_IN_STRING, sink)
+        if not found:
+            return False
+        yield from source.character()
+        if found == '"':
+            sink(found)
+            return True
+        sink(found + (yield from source.character()))
+
+
+def _nowhere(text: str) -> None:
+    pass

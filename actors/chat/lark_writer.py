@@ -1,0 +1,251 @@
+"""Writes grammars of calls in llguidance's Lark, in which marks are tokens where the model has them.
+
+llguidance holds every added token of the form `<...>` special, whatever its tokenizer says, and text never
+matches a special token. So a mark that is an added token is named by its id.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from ...cluster.errors import RequestError
+from ..structured_outputs.json_grammar import SPACED, json_rule
+from ..structured_outputs.json_schema import EnforcedSchema
+from ..structured_outputs.schema_keywords import ascii_classes
+from .argument_schema import (
+    BOOLEAN_WORDS,
+    NULL_WORDS,
+    NUMERIC_BOUNDS,
+    ArgumentSchema,
+    Branch,
+    TooManyBranchesError,
+    type_of,
+)
+
+ANY_TEXT = "/(?s:.*)/"
+_BLANKS = r"[ \t\r\n]*"
+_INTEGER = "-?(0|[1-9][0-9]{0,19})"
+_NUMBER = _INTEGER + r"(\.[0-9]{1,20})?([eE][-+]?[0-9]{1,3})?"
+_READ_AS_NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?"
+
+
+class LarkWriter:
+    """Rules of one grammar. `mark_ids`: ids of added tokens by text."""
+
+    def __init__(self, mark_ids: Mapping[str, int]) -> None:
+        self._mark_ids = mark_ids
+        self._pattern = re.compile(
+            "|".join(map(re.escape, sorted(mark_ids, key=len, reverse=True))) or "(?!)"
+        )
+        self._rules: dict[str, str] = {}
+        self.already_written = ""  # a mark before what is written, so texts that begin with it omit it
+        self.left_out: list[str] = []  # what of the schemas the grammar does not enforce
+
+    def grammar(self, start: str) -> str:
+        return "\n".join([f"start: {start}", *(f"{name}: {body}" for name, body in self._rules.items())])
+
+    def rule(self, body: str, *, suffix: str = "") -> str:
+        """Add a rule and return its name. `suffix`: its text ends with the first occurrence of this."""
+        return self._named("part", body, suffix)
+
+    def terminal(self, body: str) -> str:
+        """Add a terminal, one lexeme, and return its name."""
+        return self._named("TEXT", body, "")
+
+    def recursive(self, key: str, rules: dict[str, str]) -> tuple[str, bool]:
+        """Return the rule's name for a key, and whether it is new, so that `define` must be called."""
+        is_new = key not in rules
+        if is_new:
+            rules[key] = self._named("value", "", "")
+        return rules[key], is_new
+
+    def define(self, name: str, body: str) -> None:
+        self._rules[name] = body
+
+    def has(self, mark: str) -> bool:
+        return mark in self._mark_ids
+
+    def text(self, text: str) -> str:
+        """Return the Lark of a text in which marks are tokens."""
+        if self.already_written:
+            text = text.removeprefix(self.already_written)
+        parts: list[str] = []
+        at = 0
+        for found in self._pattern.finditer(text):
+            if found.start() > at:
+                parts.append(quoted(text[at : found.start()]))
+            parts.append(f"<[{self._mark_ids[found[0]]}]>")
+            at = found.end()
+        if at < len(text):
+            parts.append(quoted(text[at:]))
+        return " ".join(parts)
+
+    def until(self, text: str, end: str) -> str:
+        """Return the Lark of a text and of what ends it. `text`: the body of a terminal.
+
+        Greedy lexemes cannot end at text that they may contain, so a text's end is part of its lexeme.
+        """
+        mark = self._pattern.search(end)
+        if mark is None:
+            return self.rule(text, suffix=end)
+        before = end[: mark.start()]
+        lexeme = self.terminal(f"({text}) {quoted(before)}" if before else text)
+        return f"{lexeme} {self.text(end[mark.start() :])}"
+
+    def json(self, schema: ArgumentSchema, types: frozenset[str] | None = None) -> str:
+        """Return the name of a rule for JSON that a schema allows."""
+        return self.rule(json_rule(EnforcedSchema(schema.enforced(types)), SPACED))
+
+    def _named(self, kind: str, body: str, suffix: str) -> str:
+        name = f"{kind}_{len(self._rules)}"
+        self._rules[name + (f"[suffix={quoted(suffix)}]" if suffix else "")] = body
+        return name
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def either(bodies: Iterable[str]) -> str:
+    found = list(dict.fromkeys(bodies))
+    return found[0] if len(found) == 1 else f"({' | '.join(found)})"
+
+
+def regex(pattern: str) -> str:
+    """Return a pattern between Lark's slashes."""
+    return "/" + re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], pattern, flags=re.DOTALL) + "/"
+
+
+def without(text: str, forbidden: Sequence[str]) -> str:
+    """Return a terminal's body for those of its texts that contain none of these, as Lark."""
+    if not forbidden:
+        return text
+    return f"{text} & ~({ANY_TEXT} {either(forbidden)} {ANY_TEXT})"
+
+
+def branches_of(schema: ArgumentSchema, name: str) -> tuple[Branch, ...]:
+    try:
+        return schema.branches
+    except TooManyBranchesError:
+        raise RequestError(
+            f"tools: the schema of {name} has too many alternatives, or its references are nested too deep. "
+            "Make it simpler.",
+            param="tools",
+        ) from None
+
+
+def strings(branches: Iterable[Branch], left_out: list[str]) -> str | None:
+    """Return the body of a terminal for the strings that branches allow; None if they allow none."""
+    found = [_strings(branch, left_out) for branch in branches if branch.allows("string")]
+    return either(f"({each})" for each in found) if found else None
+
+
+def _strings(branch: Branch, left_out: list[str]) -> str:
+    factors: list[str] = []
+    if (literals := branch.literals) is not None:
+        factors.append(either(quoted(each) for each in literals if isinstance(each, str)) or '""')
+    low = max([0, *(n for n in branch.given("minLength") if isinstance(n, int))])
+    high = min([n for n in branch.given("maxLength") if isinstance(n, int)], default=None)
+    if low or high is not None:
+        factors.append(f"/(?s:.{{{low},{'' if high is None else high}}})/")
+    for pattern in branch.given("pattern"):
+        searched = search_pattern(pattern) if isinstance(pattern, str) else None
+        if searched is None:
+            left_out.append("pattern")
+        else:
+            factors.append(regex(ascii_classes(searched)))
+    return " & ".join(factors) or ANY_TEXT
+
+
+def search_pattern(pattern: str) -> str | None:
+    """Return a pattern that matches a whole text where `pattern` matches a part of it; None if unknown.
+
+    Anchors are understood at the ends of the pattern's alternatives alone.
+    """
+    found: list[str] = []
+    for alternative in _alternatives(pattern):
+        begin, end = alternative.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", alternative) is not None
+        inner = alternative[begin : len(alternative) - end]
+        if re.search(r"(?<!\\)(\\\\)*(\^|\$|\(\?[=!<]|\\[bB1-9])", re.sub(r"\[(\\.|[^\]\\])*\]", "", inner)):
+            return None
+        before, after = "" if begin else "(?s:.*)", "" if end else "(?s:.*)"
+        found.append(f"{before}(?:{inner}){after}")
+    return "|".join(found)
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """Split a regular expression at the bars outside of its groups and classes."""
+    found, depth, in_class, begin, at = list[str](), 0, False, 0, 0
+    while at < len(pattern):
+        char = pattern[at]
+        if char == "\\":
+            at += 1
+        elif in_class:
+            in_class = char != "]"
+        elif char == "[":
+            in_class = True
+        elif char in "()":
+            depth += 1 if char == "(" else -1
+        elif char == "|" and depth == 0:
+            found.append(pattern[begin:at])
+            begin = at + 1
+        at += 1
+    return [*found, pattern[begin:]]
+
+
+def raw_value(lark: LarkWriter, schema: ArgumentSchema, name: str, end: str, forbidden: Sequence[str]) -> str:
+    """Return the Lark of a value written without quotes and of its end, as `read_value` reads it.
+
+    `name`: of the tool, for messages. `forbidden`: Lark of what a text must not contain.
+    """
+    branches, types = branches_of(schema, name), schema.types
+    if types and "string" not in types:
+        return f"{lark.json(schema)} {lark.text(end)}"
+    others = types - {"string"}
+    structured = others & {"array", "object"}
+    numbers = others & {"integer", "number"}
+    numeric = [b for b in branches if (b.types or frozenset()) & numbers]
+    if any(b.given(keyword) for b in numeric for keyword in NUMERIC_BOUNDS):
+        structured |= numbers
+    # One lexeme for all but what its first character tells apart: lexers do not backtrack.
+    words = list(_words(branches, others - structured))
+    text = strings(branches, lark.left_out)
+    if text is not None:
+        taken = [regex(_BLANKS + each + _BLANKS) for each in _read_otherwise(others)]
+        if structured:
+            starts = (r"\[\{" if others & {"array", "object"} else "") + (
+                "-0-9" if structured & numbers else ""
+            )
+            taken.append(regex(f"{_BLANKS}[{starts}](?s:.*)"))
+        words.insert(0, without(text + "".join(f" & ~{each}" for each in taken), forbidden))
+    found = [lark.until(either(f"({word})" for word in words), end)] if words else []
+    if structured:
+        found.append(f"{lark.json(schema, structured)} {lark.text(end)}")
+    return either(found)
+
+
+def _read_otherwise(types: frozenset[str]) -> Iterable[str]:
+    """Yield regular expressions of texts that are read as values of these types."""
+    if "null" in types:
+        yield NULL_WORDS
+    if "boolean" in types:
+        yield BOOLEAN_WORDS
+    if types & {"integer", "number"}:
+        yield _READ_AS_NUMBER
+
+
+def _words(branches: Iterable[Branch], types: frozenset[str]) -> Iterable[str]:
+    for branch in branches:
+        if (literals := branch.literals) is not None:
+            yield from (quoted(json.dumps(each)) for each in literals if type_of(each) in types)
+            continue
+        if "null" in types and branch.allows("null"):
+            yield '"null"'
+        if "boolean" in types and branch.allows("boolean"):
+            yield '"true" | "false"'
+        if "number" in types and branch.allows("number"):
+            yield regex(_NUMBER)
+        elif "integer" in types and branch.allows("integer"):
+            yield regex(_INTEGER)
