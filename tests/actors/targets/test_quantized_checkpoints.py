@@ -14,6 +14,7 @@ from manta.actors.targets.loading.weight_report import WeightCounts, describe_we
 from manta.cluster.errors import CheckpointError
 from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
 from safetensors.torch import load_file, save_file
+from support.checkpoints.mtp_targets import make_mtp_target
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.steps import settings
 from support.engines.thread_ranks import PROMPTS
@@ -102,6 +103,38 @@ def test_outputs_are_the_same_with_and_without_a_quantized_drafter(name: str, tm
             return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
     spec = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False}
+    assert answers(speculative_config=spec) == answers()
+
+
+@pytest.mark.parametrize(
+    "unquantized", [r"layers\.1\.", r"shared_experts?\.", r"experts\.[13]\.", r"(k|v|down)_proj"]
+)
+def test_modules_in_16_bits_that_config_json_does_not_name_are_read_as_they_are(
+    unquantized: str, saved: dict[str, Path], tmp_path: Path
+) -> None:
+    quantized, plain = publish(saved["deepseek_v3"], tmp_path, "ct_w4a16", unquantized=unquantized)
+    found, expected = weights_of(quantized), weights_of(plain)
+    for layer in range(2):
+        mine, theirs = (dict(tensors_of(weights.layer(layer))) for weights in (found, expected))
+        assert mine.keys() == theirs.keys() and len(mine) > 5
+        for part, tensor in mine.items():
+            assert torch.equal(tensor, theirs[part]), f"{part} of layer {layer}"
+
+
+@pytest.mark.parametrize("name", ["ct_w4a16", "ct_fp8_channel", "ct_int8", "fp8_blocks"])
+def test_a_layer_for_multi_token_prediction_in_16_bits_drafts_for_a_quantized_target(
+    name: str, tmp_path: Path
+) -> None:
+    saved = make_mtp_target(tmp_path / "saved", "glm4_moe", num_hidden_layers=4)
+    quantized, _ = publish(saved, tmp_path, name, unquantized=r"layers\.4\.")
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+
+    def answers(**more: object) -> list[list[int]]:
+        with LLM(str(quantized), **{**HOW, "dtype": "auto"}, **more) as llm:
+            return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+    spec = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
     assert answers(speculative_config=spec) == answers()
 
 

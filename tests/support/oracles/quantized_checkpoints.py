@@ -8,6 +8,7 @@ and scales, packed bit by bit, and decoded from the codes, never from what was p
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -367,8 +368,12 @@ def is_linear(name: str, tensor: torch.Tensor) -> bool:
     return name.endswith("_proj.weight") and tensor.dim() == 2
 
 
-def publish(saved: Path, folder: Path, name: str, *, seed: int = 0) -> tuple[Path, Path]:
+def publish(
+    saved: Path, folder: Path, name: str, *, seed: int = 0, unquantized: str | None = None
+) -> tuple[Path, Path]:
     """Write a checkpoint in a format, and one with the numbers that it stands for, from a plain one.
+
+    `unquantized`: expression for matrices that stay as they are; config.json does not name them.
 
     Returns:
         Both folders; their matrices are random, other tensors as in `saved`.
@@ -377,7 +382,8 @@ def publish(saved: Path, folder: Path, name: str, *, seed: int = 0) -> tuple[Pat
     quantized, plain = dict[str, torch.Tensor](form.extra), dict[str, torch.Tensor]()
     for full_name, tensor in load_file(saved / "model.safetensors").items():
         plain[full_name] = tensor
-        if not is_linear(full_name, tensor):
+        is_kept = unquantized is not None and re.search(unquantized, full_name) is not None
+        if is_kept or not is_linear(full_name, tensor):
             quantized[full_name] = tensor
             continue
         module = full_name.removesuffix(".weight")

@@ -113,14 +113,18 @@ class QuantizedTensors(TensorHeaders):
         )
 
     def refuse_stray_scales(self, read: Collection[str]) -> None:
-        """Raise CheckpointError if a matrix has a scale that is not used, or if no matrix is quantized."""
+        """Raise CheckpointError if a matrix has a scale that is not used, or if no matrix is quantized.
+
+        One that is quantized may be another model's, such as the target's of a layer for multi-token
+        prediction in 16 bits.
+        """
         used = set(read)
         for name in read:
             if (scheme := self._schemes.get(name)) is not None:
                 module, shape = name.removesuffix(f".{_WEIGHT}"), self.shapes[name]
                 used.update(scheme.parts(self.stored, module, (shape[0], shape[1])))
         self.stored.refuse_stray_scales(used.union(self._unused))
-        if self._quantization.targets and not self._schemes.keys() & set(read):
+        if self._quantization.targets and not self._schemes:
             raise CheckpointError(
                 f"{self.where}: {KEY} says {self._quantization}, but no matrix is stored so. Take config.json"
                 f" and weights from one revision; if the weights are plain, override {KEY} with null.",
