@@ -28,6 +28,16 @@ ANY_TEXT = "/(?s:.*)/"
 _BLANKS = r"[ \t\r\n]*"
 _INTEGER = "-?(0|[1-9][0-9]{0,19})"
 _NUMBER = _INTEGER + r"(\.[0-9]{1,20})?([eE][-+]?[0-9]{1,3})?"
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+# Of texts without quotes; `json_schema.py` adds patterns for dates, times and durations.
+_FORMATS = {
+    "email": r"^[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63}){1,8}$",
+    "hostname": rf"^{_LABEL}(\.{_LABEL}){{0,8}}$",
+    "ipv4": r"^((25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])\.){3}(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])$",
+    "uuid": r"^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
+    "uri": r"^[A-Za-z][A-Za-z0-9+.-]{0,31}:[!#-;=?-\[\]_a-z~%]{1,2048}$",
+}
+_UNWRITTEN_FORMATS = ("ipv6",)
 _READ_AS_NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?"
 
 
@@ -136,13 +146,16 @@ def branches_of(schema: ArgumentSchema, name: str) -> tuple[Branch, ...]:
         ) from None
 
 
-def strings(branches: Iterable[Branch], left_out: list[str]) -> str | None:
-    """Return the body of a terminal for the strings that branches allow; None if they allow none."""
-    found = [_strings(branch, left_out) for branch in branches if branch.allows("string")]
+def strings(lark: LarkWriter, branches: Iterable[Branch], name: str) -> str | None:
+    """Return the body of a terminal for the strings that branches allow; None if they allow none.
+
+    What cannot be enforced is named in `left_out`. `name`: of the tool.
+    """
+    found = [_strings(lark, branch, name) for branch in branches if branch.allows("string")]
     return either(f"({each})" for each in found) if found else None
 
 
-def _strings(branch: Branch, left_out: list[str]) -> str:
+def _strings(lark: LarkWriter, branch: Branch, name: str) -> str:
     factors: list[str] = []
     if (literals := branch.literals) is not None:
         factors.append(either(quoted(each) for each in literals if isinstance(each, str)) or '""')
@@ -150,10 +163,13 @@ def _strings(branch: Branch, left_out: list[str]) -> str:
     high = min([n for n in branch.given("maxLength") if isinstance(n, int)], default=None)
     if low or high is not None:
         factors.append(f"/(?s:.{{{low},{'' if high is None else high}}})/")
-    for pattern in branch.given("pattern"):
+    formats = [each for each in branch.given("format") if isinstance(each, str)]
+    lark.left_out += [f"tools.{name}.parameters.{each}" for each in formats if each in _UNWRITTEN_FORMATS]
+    patterns = [_FORMATS[each] for each in formats if each in _FORMATS]
+    for pattern in [*branch.given("pattern"), *patterns]:
         searched = search_pattern(pattern) if isinstance(pattern, str) else None
         if searched is None:
-            left_out.append("pattern")
+            lark.left_out.append(f"tools.{name}.parameters.pattern")
         else:
             factors.append(regex(ascii_classes(searched)))
     return " & ".join(factors) or ANY_TEXT
@@ -211,7 +227,7 @@ def raw_value(lark: LarkWriter, schema: ArgumentSchema, name: str, end: str, for
         structured |= numbers
     # One lexeme for all but what its first character tells apart: lexers do not backtrack.
     words = list(_words(branches, others - structured))
-    text = strings(branches, lark.left_out)
+    text = strings(lark, branches, name)
     if text is not None:
         taken = [regex(_BLANKS + each + _BLANKS) for each in _read_otherwise(others)]
         if structured:

@@ -112,7 +112,7 @@ class _QuotedValues:
         branches = branches_of(schema, self._name)
         quote = self._lark.text(self._syntax.quote)
         found: list[str] = []
-        if (text := strings(branches, self._lark.left_out)) is not None:
+        if (text := strings(self._lark, branches, self._name)) is not None:
             forbidden = without(text, [quoted(self._syntax.quote)])
             found.append(f"{quote} {self._lark.until(forbidden, self._syntax.quote)}")
         if scalars := frozenset(each for each in _SCALARS if any(b.allows(each) for b in branches)):

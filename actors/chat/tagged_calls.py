@@ -216,7 +216,7 @@ class TaggedCalls:
             written = raw_value(lark, value, name, end, self._forbidden)
             return f"{begin} {lark.text(self.key_close + between)} {written} {quoted(chr(10))}"
         found: list[str] = []
-        text = strings(branches_of(value, name), lark.left_out)
+        text = strings(lark, branches_of(value, name), name)
         if text is not None:
             written = lark.until(without(text, self._forbidden), end)
             found.append(f"{lark.text(self.text_close + between)} {written}")

@@ -85,4 +85,6 @@ async def prepare_chat(
     )
     parser_factory = reading_of(frontend.chat, body, prompt.text or "")
     params = chat_params(frontend.chat, body, work.params, prompt.text or "")
+    if params.structured_outputs is not None and frontend.settings.unknown_params != "ignore":
+        work.ignored.extend(params.structured_outputs.left_out)
     return replace(work, params=params, reading=parser_factory), parser_factory

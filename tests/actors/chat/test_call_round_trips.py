@@ -41,6 +41,7 @@ scalars = (
     texts
     | st.sampled_from([{"type": t} for t in ("integer", "number", "boolean", "null", "string")])
     | st.just({"type": "integer", "minimum": 3, "maximum": 70})
+    | st.sampled_from([{"type": "string", "format": f} for f in ("email", "ipv4", "uuid", "date", "uri")])
     | st.sampled_from([{"const": "fixed"}, {"enum": ["a", 1, None, True]}, {"type": ["string", "null"]}, {}])
     | st.just({"$ref": "#/definitions/Name"})
 )
@@ -138,7 +139,8 @@ def test_arguments_that_a_grammar_writes_are_read_back_and_fit_the_schema(
     answer = read(name, schemas, text)
     assert answer.calls and not answer.content and not answer.reasoning, text
     for call in answer.calls:
-        jsonschema.validate(json.loads(call.arguments), schemas[call.name or ""])
+        schema = schemas[call.name or ""]
+        jsonschema.validate(json.loads(call.arguments), schema, format_checker=jsonschema.FormatChecker())
     assert read(name, schemas, *text) == answer
 
 

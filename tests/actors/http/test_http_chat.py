@@ -152,13 +152,17 @@ def test_fields_control_what_is_shown(http: httpx.Client, fields: Any, content: 
     assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
 
 
-def test_a_tool_schema_without_a_grammar_is_refused_by_field(http: httpx.Client) -> None:
+def test_what_a_tools_schema_cannot_enforce_is_named_or_with_strict_refused(http: httpx.Client) -> None:
     odd = {"type": "object", "properties": {"a": {"type": "string", "contentEncoding": "base64", "not": {}}}}
     function = {"name": "odd", "parameters": odd, "strict": True}
     for choice in ("required", "auto"):
         body = {**GREEDY, "tools": [{"type": "function", "function": function}], "tool_choice": choice}
         response = http.post("/v1/chat/completions", json={**body, "max_tokens": 5})
         assert response.status_code == 400 and response.json()["error"]["param"].startswith("tools")
+    lenient = {"type": "function", "function": {**function, "strict": False}}
+    body = {**GREEDY, "tools": [lenient], "tool_choice": "required", "max_tokens": 5}
+    response = http.post("/v1/chat/completions", json=body).raise_for_status()
+    assert response.headers["X-Ignored-Params"] == "tools.odd.parameters.properties.a.not"
 
 
 @pytest.mark.parametrize(("choice", "parallel"), [("required", True), ("required", False), ("now", True)])
