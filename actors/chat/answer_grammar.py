@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..structured_outputs.json_schema import check_size, enforced_schema
+from ..structured_outputs.json_schema import SchemaReader, check_size
 from .argument_schema import ArgumentSchema
 from .call_syntax import CallRules, CallSyntax, Schemas, ThinkingFormat
 from .json_calls import JsonCalls
@@ -60,7 +60,9 @@ class AnswerGrammar:
         self._lark = LarkWriter(mark_ids)
         self._schemas: dict[str, ArgumentSchema] = {}
         for name, schema in schemas.items():
-            enforced = enforced_schema(schema, f"tools.{name}.parameters", strict=name in strict)
+            # Calls name declared arguments alone, which most schemas mean and few say.
+            reader = SchemaReader(strict=name in strict, closes_objects=True)
+            enforced = reader.read(schema, f"tools.{name}.parameters")
             self._lark.left_out += enforced.left_out
             self._schemas[name] = ArgumentSchema(enforced.schema if schema else {})
 

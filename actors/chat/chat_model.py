@@ -163,7 +163,7 @@ class ChatModel:
         else:
             lark = grammar.optional()
         return StructuredOutputsParams(
-            grammar=lark, after_token_ids=after, left_out=tuple(grammar.left_out), sent_as="tools"
+            frame=lark, after_token_ids=after, left_out=tuple(grammar.left_out), sent_as="tools"
         )
 
     def _expected_reasoning(self, prompt: str, continued: str | None) -> tuple[Reasoning, tuple[int, ...]]:

@@ -28,12 +28,13 @@ ANY_TEXT = "/(?s:.*)/"
 _BLANKS = r"[ \t\r\n]*"
 _INTEGER = "-?(0|[1-9][0-9]{0,19})"
 _NUMBER = _INTEGER + r"(\.[0-9]{1,20})?([eE][-+]?[0-9]{1,3})?"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 # Of texts without quotes; `json_schema.py` adds patterns for dates, times and durations.
 _FORMATS = {
     "email": r"^[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63}){1,8}$",
     "hostname": rf"^{_LABEL}(\.{_LABEL}){{0,8}}$",
-    "ipv4": r"^((25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])\.){3}(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])$",
+    "ipv4": rf"^({_BYTE}\.){{3}}{_BYTE}$",
     "uuid": r"^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
     "uri": r"^[A-Za-z][A-Za-z0-9+.-]{0,31}:[!#-;=?-\[\]_a-z~%]{1,2048}$",
 }

@@ -246,6 +246,8 @@ def left_out(outputs: StructuredOutputsParams | None) -> tuple[str, ...]:
 def _written(
     outputs: StructuredOutputsParams, config: StructuredOutputsConfig
 ) -> tuple[tuple[_Kind, str], tuple[str, ...]]:
+    if outputs.constraint == "frame":
+        return ("lark", outputs.frame or ""), outputs.left_out
     (kind, text), names = _constraint(outputs, config)
     if outputs.frame is not None:
         kind, text = "lark", _framed(outputs.frame, kind, text, outputs.field)

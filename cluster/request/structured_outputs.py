@@ -68,7 +68,7 @@ _FORMS: Mapping[str, tuple[tuple[type, ...], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """Constraints on an answer, with vLLM's names; exactly one is set.
+    """Constraints on an answer, with vLLM's names; exactly one is set, or `frame` alone.
 
     Attributes:
         json: a JSON schema, as text or parsed.
@@ -86,8 +86,8 @@ class StructuredOutputsParams:
         after_token_ids: see `Grammar`.
         left_out: names of what was requested and is not enforced, besides what this constraint's own schema
             asks for.
-        frame: Lark of the whole answer, in which the rule `answer` is what the constraint allows; by default
-            that is the whole answer.
+        frame: Lark of the whole answer, in which the rule `answer` is what the constraint allows, if there is
+            one; by default that is the whole answer.
         sent_as: the field in which it was sent, for messages; by default its name here.
     """
 
@@ -123,7 +123,7 @@ class StructuredOutputsParams:
         if self.json_object is False:
             object.__setattr__(self, "json_object", None)
         set_names = [name for name in CONSTRAINTS if getattr(self, name) is not None]
-        if len(set_names) != 1:
+        if len(set_names) != 1 and not (self.frame is not None and not set_names):
             raise RequestError(
                 f"structured_outputs takes one of {', '.join(CONSTRAINTS)}; "
                 + (f"{' and '.join(set_names)} were sent." if set_names else "none was sent."),
@@ -132,7 +132,7 @@ class StructuredOutputsParams:
 
     @property
     def constraint(self) -> str:
-        return next(name for name in CONSTRAINTS if getattr(self, name) is not None)
+        return next((name for name in CONSTRAINTS if getattr(self, name) is not None), "frame")
 
     @property
     def field(self) -> str:
