@@ -25,8 +25,12 @@ class OpenCalls(Protocol):
     @property
     def schemas(self) -> Schemas: ...
 
-    def open(self, name: str, id: str | None = None) -> None:
-        """Begin a call. Raises NotACallError for what can be no tool's name."""
+    def open(self, name: str, id: str | None = None, *, id_chars: int | None = None) -> None:
+        """Begin a call. Raises NotACallError for what can be no tool's name.
+
+        `id`: the call's id, if the text has one. `id_chars`: letters and digits of an id, where templates
+        allow no other.
+        """
         ...
 
     def add(self, arguments: str) -> None: ...
@@ -71,3 +75,9 @@ class ThinkingFormat:
     heading: str = ""  # text that follows `begin` and is not shown
     # a response begins within reasoning, whether or not the prompt ends with `begin`
     always_open: bool = False
+    anywhere: bool = False  # `begin` begins reasoning within content, too
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """Texts that begin reasoning: some models omit the mark before the heading."""
+        return (self.begin, self.heading + "\n") if self.heading else (self.begin,)

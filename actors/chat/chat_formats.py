@@ -61,6 +61,20 @@ _XML = TaggedCalls(
     value_close="</parameter>",
     end="</function>",
 )
+_DSML = TaggedCalls(
+    section="<｜DSML｜function_calls>",
+    section_end="</｜DSML｜function_calls>",
+    name_open='<｜DSML｜invoke name="',
+    name_close='">',
+    key_open='<｜DSML｜parameter name="',
+    key_close='">',
+    text_close='" string="true">',
+    json_close='" string="false">',
+    value_close="</｜DSML｜parameter>",
+    end="</｜DSML｜invoke>",
+    newlines=False,
+    shares_section=True,
+)
 _DEEPSEEK = HeadedCalls(
     section="<｜tool▁calls▁begin｜>",
     section_end="<｜tool▁calls▁end｜>",
@@ -79,7 +93,7 @@ REASONING: Mapping[str, ThinkingFormat | Messages] = {
     "minimax_m2": _OPEN_THINK,
     "glm45": THINK,
     "mimo": THINK,
-    "gemma4": ThinkingFormat(begin="<|channel>", heading="thought", end="<channel|>"),
+    "gemma4": ThinkingFormat(begin="<|channel>", heading="thought", end="<channel|>", anywhere=True),
     "openai_gptoss": HARMONY,
     "muse_glimmer": MUSE,
 }
@@ -102,20 +116,8 @@ CALLS: Mapping[str, CallSyntax] = {
         newlines=False,
         shares_section=True,
     ),
-    "deepseek_v32": TaggedCalls(
-        section="<｜DSML｜function_calls>",
-        section_end="</｜DSML｜function_calls>",
-        name_open='<｜DSML｜invoke name="',
-        name_close='">',
-        key_open='<｜DSML｜parameter name="',
-        key_close='">',
-        text_close='" string="true">',
-        json_close='" string="false">',
-        value_close="</｜DSML｜parameter>",
-        end="</｜DSML｜invoke>",
-        newlines=False,
-        shares_section=True,
-    ),
+    "deepseek_v32": _DSML,
+    "deepseek_v4": replace(_DSML, section="<｜DSML｜tool_calls>", section_end="</｜DSML｜tool_calls>"),
     "glm45": TaggedCalls(
         section="<tool_call>",
         section_end="",
@@ -145,7 +147,9 @@ CALLS: Mapping[str, CallSyntax] = {
         between="\n",
     ),
     "deepseek_v31": _DEEPSEEK,
-    "mistral": HeadedCalls(begin="[TOOL_CALLS]", heading="[ARGS]", id_mark="[CALL_ID]", listed=JsonCalls()),
+    "mistral": HeadedCalls(
+        begin="[TOOL_CALLS]", heading="[ARGS]", id_mark="[CALL_ID]", id_chars=9, listed=JsonCalls(id_chars=9)
+    ),
     "gemma4": QuotedCalls(begin="<|tool_call>", heading="call:", quote='<|"|>', end="<tool_call|>"),
     "openai": HARMONY,
     "muse_glimmer": MUSE,
@@ -159,7 +163,8 @@ TEMPLATE_SIGNS: tuple[tuple[tuple[str, ...], str | None, str | None], ...] = (
     (("<minimax:tool_call>",), "minimax_m2", "minimax_m2"),
     (("<arg_key>",), "glm45", "glm45"),
     (("to=self", "<|eom|>"), "muse_glimmer", "muse_glimmer"),
-    (("<｜DSML｜",), "deepseek_v32", "deepseek_v3"),
+    (("｜DSML｜", "function_calls>"), "deepseek_v32", "deepseek_v3"),
+    (("｜DSML｜", "tool_calls>"), "deepseek_v4", "deepseek_v3"),
     (("<｜tool▁calls▁begin｜>", "```json", "<think>"), "deepseek_v3", "deepseek_v3"),
     (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3", None),
     (("<｜tool▁calls▁begin｜>",), "deepseek_v31", "deepseek_v3"),

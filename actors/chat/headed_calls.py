@@ -27,6 +27,7 @@ class HeadedCalls:
     between: str = ""
     numbered: bool = False  # a name is followed by `:0`, and the header is the call's id
     id_mark: str = ""  # may follow a name, with the call's id
+    id_chars: int | None = None  # letters and digits of the ids that the templates accept
     # A list of JSON objects may follow `begin` instead; it must where the model lacks the heading's token.
     listed: JsonCalls | None = None
 
@@ -38,7 +39,7 @@ class HeadedCalls:
         if not self.section or not mark.endswith(self.section):
             yield from self._read_call(source, calls)
             yield from source.skip("\n")
-            yield from source.starts_with(*filter(None, (self.section_end,)))
+            yield from source.closing(*filter(None, (self.section_end,)))
             return
         around, num_read = Marks(self.begin, self.section_end), 0
         while (yield from source.through(around, _nowhere)) == self.begin:  # drop text between calls
@@ -50,15 +51,22 @@ class HeadedCalls:
     def _read_call(self, source: TextSource, calls: OpenCalls) -> Waiting[None]:
         if self.listed is not None:
             yield from source.skip()
+            while (yield from source.starts_with(self.begin)):  # some models repeat it
+                yield from source.skip()
             if (yield from source.peek()) in ("[", "{"):
                 yield from self._read_list(source, calls, self.listed)
                 return
-        header = (yield from source.short(Marks(self.heading))).strip()
+        # Some models omit the heading before a brace.
+        headings = Marks(self.heading) if self.end else Marks(self.heading, "{")
+        header, mark = yield from source.short_with_mark(headings)
+        if mark == "{":
+            source.step_back(len(mark))
+        header = header.strip()
         name, _, given_id = header.partition(self.id_mark) if self.id_mark else (header, "", "")
         name = name.removeprefix(self.prefix)
         if self.numbered and (found := _INDEX.fullmatch(name)) is not None:
             name, given_id = found[1], header
-        calls.open(name.strip(), given_id or None)
+        calls.open(name.strip(), given_id or None, id_chars=self.id_chars)
         yield from self._read_arguments(source, calls)
 
     def _read_arguments(self, source: TextSource, calls: OpenCalls) -> Waiting[None]:
@@ -69,9 +77,10 @@ class HeadedCalls:
             else:
                 calls.add("{}")
             return
-        ends = Marks(*filter(None, (self.end, self.begin, self.section_end)))
+        others = tuple(filter(None, (self.begin, self.section_end)))
+        ends = Marks(self.end.lstrip("\n"), *others, newlines=1)
         mark = yield from read_raw_arguments(source, calls, ends)
-        if mark in (self.begin, self.section_end):  # the call's own end is missing
+        if mark is not None and mark.endswith(others):  # the call's own end is missing
             source.step_back(len(mark))
 
     def _read_list(self, source: TextSource, calls: OpenCalls, listed: JsonCalls) -> Waiting[None]:
@@ -114,7 +123,7 @@ def read_raw_arguments(source: TextSource, calls: OpenCalls, end: Marks) -> Wait
         some = True
         calls.add(text)
 
-    mark = yield from source.through(end, add)
+    mark = yield from source.through(end, add, keep_cut=False)
     if not some and not source.ended:
         calls.add("{}")
     return mark

@@ -30,6 +30,7 @@ class JsonCalls:
     before: str = ""  # optional text before the first call
     between: str = ""  # separator of calls that have no `begin`
     arguments: str = "arguments"
+    id_chars: int | None = None  # letters and digits of the ids that the templates accept
 
     @property
     def begins(self) -> tuple[str, ...]:
@@ -55,16 +56,21 @@ class JsonCalls:
                 if not self.begin and name not in calls.schemas:
                     raise NotACallError  # other JSON
                 if early:
-                    calls.open(name)
+                    calls.open(name, id_chars=self.id_chars)
                     opened = True
                     calls.add("".join(early))
             elif key in _ARGUMENTS and not opened and not early:
-                if (yield from source.peek()) != "{":
+                first = yield from source.peek()
+                if first == '"':  # JSON within a string
+                    early.append((yield from json_string(source, limit=None)))
+                elif first != "{":
                     raise NotACallError
                 if name is not None:
-                    calls.open(name)
+                    calls.open(name, id_chars=self.id_chars)
                     opened = True
-                yield from json_value(source, calls.add if opened else early.append)
+                    calls.add("".join(early))
+                if first == "{":
+                    yield from json_value(source, calls.add if opened else early.append)
             elif key in _LABELS:
                 yield from _skip_value(source)
             else:
@@ -77,11 +83,11 @@ class JsonCalls:
         if not opened:
             if name is None:
                 raise NotACallError
-            calls.open(name)
+            calls.open(name, id_chars=self.id_chars)
             calls.add("".join(early) or "{}")
         if self.end:
             yield from source.skip()
-            yield from source.starts_with(self.end)
+            yield from source.closing(self.end)
 
     def rules(self, lark: LarkWriter, schemas: Schemas) -> CallRules:
         return CallRules(
@@ -114,13 +120,13 @@ def json_arguments(lark: LarkWriter, schema: ArgumentSchema) -> str:
     return lark.json(whole)
 
 
-def json_string(source: TextSource) -> Waiting[str]:
-    """Return a string's value. Raises NotACallError if it is none, or too long for a name."""
+def json_string(source: TextSource, limit: int | None = _MAX_CHARS) -> Waiting[str]:
+    """Return a string's value. Raises NotACallError if it is none, or longer than `limit`."""
     parts: list[str] = []
 
     def take(text: str) -> None:
         parts.append(text)
-        if sum(map(len, parts)) > _MAX_CHARS:
+        if limit is not None and sum(map(len, parts)) > limit:
             raise NotACallError
 
     if (yield from source.peek()) != '"':

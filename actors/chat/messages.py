@@ -93,10 +93,13 @@ class Messages:
         return found[1] if found[1] in schemas else None
 
     def _is_reasoning(self, header: str) -> bool:
-        to, channel = _RECIPIENT.search(header), None
-        if self.channel:
-            channel = _CHANNEL.match(header.rpartition(self.channel)[2])
-        return bool({found[1] for found in (to, channel) if found} & self.thoughts)
+        """Return whether a message that is no call is not meant for the user."""
+        if self.final in header:
+            return False
+        if (to := _RECIPIENT.search(header)) is not None:
+            return to[1] not in self.answers  # a tool that the model was not given is not, either
+        channel = _CHANNEL.match(header.rpartition(self.channel)[2]) if self.channel else None
+        return channel is not None and channel[1] in self.thoughts
 
     def rules(self, lark: LarkWriter, schemas: Schemas) -> CallRules:
         """Return calls without their `start` and role, which the prompt or `thoughts_rule` has written."""

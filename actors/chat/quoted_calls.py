@@ -37,23 +37,30 @@ class QuotedCalls:
 
     def read(self, source: TextSource, calls: OpenCalls, mark: str) -> Waiting[None]:
         """Read `call:NAME{..} end` and convert it to JSON as it arrives."""
-        yield from source.expect(self.heading)
+        if (yield from source.starts_with(self.heading, ":")) is None:  # some calls lack the word
+            raise NotACallError
         name = yield from name_before(source, re.compile(r"[{<\n]"))
         if (yield from source.peek()) != "{":
             raise NotACallError
-        calls.open(name.strip())
-        yield from self._read_value(source, calls.add)
+        name = name.strip()
+        calls.open(name)
+        yield from self._read_value(source, calls.add, calls.schemas.get(name))
         yield from source.skip()
-        yield from source.starts_with(self.end)
+        yield from source.closing(self.end)
 
-    def _read_value(self, source: TextSource, add: Sink) -> Waiting[None]:
-        depth = 0
+    def _read_value(self, source: TextSource, add: Sink, schema: ArgumentSchema | None) -> Waiting[None]:
+        depth, key = 0, ""
         quotes = Marks(self.quote)
         while True:
             bare: list[str] = []
             found = yield from source.span(_BARE_END, bare.append)
             if word := "".join(bare).strip():
-                add(_bare_as_json(word, is_key=found == ":"))
+                is_key = found == ":"
+                if depth == 1 and is_key:
+                    key = word
+                value = schema.property(key) if schema is not None and depth == 1 else None
+                is_text = is_key or (value is not None and value.types == {"string"})
+                add(json.dumps(word, ensure_ascii=False) if is_text else _bare_as_json(word))
             if found == "<":
                 if (yield from source.starts_with(self.quote)) is None:
                     return  # the call ends too early
@@ -205,11 +212,9 @@ def _listed(required: list[str], optional: list[str]) -> str:
     return f"({' | '.join(first)})?" if optional else ""
 
 
-def _bare_as_json(word: str, *, is_key: bool) -> str:
-    if not is_key:
-        try:
-            json.loads(word, parse_constant=no_constant)
-            return word
-        except ValueError:
-            pass
-    return json.dumps(word, ensure_ascii=False)
+def _bare_as_json(word: str) -> str:
+    try:
+        json.loads(word, parse_constant=no_constant)
+    except ValueError:
+        return json.dumps(word, ensure_ascii=False)
+    return word

@@ -59,6 +59,8 @@ class Splitter:
         self._id_seed = id_seed
         self._max_calls = _MAX_CALLS if parallel else 1
         self._num_calls = 0
+        self._has_thought = False
+        self._blank = ""  # at the start of a stretch of content, shown unless a call follows
         self._pieces: list[TextPiece | CallPiece] = []
         self._section: tuple[str, int] = ("", -1)  # kind and number of the stretch of text being read
         self._source = TextSource()
@@ -84,15 +86,17 @@ class Splitter:
 
     # Output of the readers.
 
-    def open(self, name: str, id: str | None = None) -> None:
+    def open(self, name: str, id: str | None = None, *, id_chars: int | None = None) -> None:
         if not _TOOL_NAME.fullmatch(name):
             raise NotACallError
         self._source.forget()
+        self._blank = ""
         self.end_section()
         index, self._num_calls = self._num_calls, self._num_calls + 1
         if index < self._max_calls:
             digest = hashlib.blake2b(f"{self._id_seed}/{index}".encode(), digest_size=16).hexdigest()
-            self._pieces.append(CallPiece(index, id or f"chatcmpl-tool-{digest}", name, ""))
+            own_id = digest[:id_chars] if id_chars else f"chatcmpl-tool-{digest}"
+            self._pieces.append(CallPiece(index, id or own_id, name, ""))
 
     def add(self, arguments: str) -> None:
         index = self._num_calls - 1
@@ -103,7 +107,11 @@ class Splitter:
         self._emit("reasoning", text)
 
     def _emit_content(self, text: str) -> None:
-        self._emit("content", text)
+        text, self._blank = self._blank + text, ""
+        if text.isspace() and self._section[0] != "content":
+            self._blank = text
+        else:
+            self._emit("content", text)
 
     def _emit(self, kind: Literal["reasoning", "content"], text: str) -> None:
         current, number = self._section
@@ -130,44 +138,63 @@ class Splitter:
             if opened or (thinking is not None and thinking.always_open):
                 assert thinking is not None, "nothing is open where there is no reasoning"
                 yield from self._source.skip("\n")
-                yield from self._source.starts_with(thinking.begin)  # some models repeat it
                 yield from self._read_thoughts(thinking, calls)
             yield from self._read_marked(thinking, calls)
         while not self._source.ended:  # the rest is content
             yield from self._source.through(_NO_MARKS, self._emit_content)
+        if self._blank and not self._num_calls:
+            self._emit("content", self._blank)
 
     def _read_marked(self, thinking: ThinkingFormat | None, calls: CallSyntax | None) -> Waiting[None]:
         """Read reasoning at the start and after calls, and content and calls in any order."""
-        marks = _NO_MARKS if calls is None else Marks(*calls.begins, newlines=_NEWLINES)
         if isinstance(calls, JsonCalls) and not calls.begin and not (yield from self._read_bare_calls(calls)):
             return
         while True:
             if thinking is not None:
                 yield from self._read_leading_thoughts(thinking, calls)
+            marks = self._content_marks(thinking, calls)
             mark = yield from self._source.through(marks, self._emit_content)
             if mark is None:
                 return
-            assert calls is not None, "only calls have marks here"
-            yield from self._read_call(calls, mark, self._emit_content)
+            if thinking is not None and mark.endswith(thinking.begin):
+                yield from self._read_thoughts(thinking, calls)
+            elif thinking is None or not mark.endswith(thinking.end):
+                assert calls is not None, "only calls have other marks"
+                yield from self._read_call(calls, mark, self._emit_content)
+
+    def _content_marks(self, thinking: ThinkingFormat | None, calls: CallSyntax | None) -> Marks:
+        """Return the marks that end content. An end of reasoning that was read before is dropped."""
+        marks = () if calls is None else calls.begins
+        if thinking is not None and thinking.anywhere:
+            marks += (thinking.begin, thinking.end)
+        elif thinking is not None and self._has_thought:
+            marks += (thinking.end,)
+        return Marks(*marks, newlines=_NEWLINES) if marks else _NO_MARKS
 
     def _read_leading_thoughts(self, thinking: ThinkingFormat, calls: CallSyntax | None) -> Waiting[None]:
         self._source.mark()
         yield from self._source.skip()
-        if (yield from self._source.starts_with(thinking.begin)) is None:
+        mark = yield from self._source.starts_with(*thinking.begins, thinking.end)
+        if mark is None:
             self._source.go_back()
             return
         self._source.forget()
-        if thinking.heading:
-            yield from self._source.starts_with(thinking.heading)
-        yield from self._read_thoughts(thinking, calls)
+        if mark != thinking.end:
+            yield from self._read_thoughts(thinking, calls)
 
     def _read_thoughts(self, thinking: ThinkingFormat, calls: CallSyntax | None) -> Waiting[None]:
         """Read reasoning up to its end, or through a call, which ends it as well."""
         self.end_section()
+        yield from self._source.starts_with(thinking.begin)  # some models repeat it
+        if thinking.heading:
+            yield from self._source.starts_with(thinking.heading)
         yield from self._source.skip("\n")
         begins = () if calls is None else calls.begins
         marks = Marks(thinking.end, *begins, newlines=_NEWLINES)
-        while (mark := (yield from self._source.through(marks, self._emit_reasoning))) is not None:
+        self._has_thought = True
+        while (
+            mark := (yield from self._source.through(marks, self._emit_reasoning, keep_cut=False))
+        ) is not None:
             if mark.endswith(thinking.end):
                 break
             assert calls is not None, "only calls have other marks"

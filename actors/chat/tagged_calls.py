@@ -57,7 +57,7 @@ class TaggedCalls:
             if (yield from source.starts_with(self.name_open)) is None:
                 break
         if self.section_end:
-            yield from source.starts_with(self.section_end)
+            yield from source.closing(self.section_end)
 
     def _read_call(self, source: TextSource, calls: OpenCalls) -> Waiting[None]:
         """Read `NAME name_close (key_open KEY key_close value_open value value_close)* end`."""
@@ -72,7 +72,7 @@ class TaggedCalls:
         separator = "{"
         while True:
             yield from source.skip()
-            mark = yield from source.starts_with(self.key_open, self.end)
+            mark = yield from source.closing(self.key_open, self.end)
             if mark != self.key_open:
                 break
             source.mark()
@@ -93,7 +93,7 @@ class TaggedCalls:
             separator = ", "
             if not (yield from self._read_value(source, calls, self._types(schema, key, closed))):
                 return
-        if not source.ended or mark is not None:
+        if not source.ended or mark == self.end:
             calls.add("{}" if separator == "{" else "}")
 
     @property
@@ -101,12 +101,13 @@ class TaggedCalls:
         return filter(None, (self.key_close, self.text_close, self.json_close))
 
     def _types(self, schema: ArgumentSchema | None, key: str, closed: str) -> frozenset[str]:
-        if closed == self.text_close:
-            return frozenset({"string"})
-        if closed == self.json_close:
-            return TYPES - {"string"}
+        """Return the types that the tag allows among those of the schema, or else those of the schema."""
         value = None if schema is None else schema.property(key)
-        return frozenset() if value is None else value.types
+        declared = frozenset[str]() if value is None else value.types
+        tagged = {self.text_close: frozenset({"string"}), self.json_close: TYPES - {"string"}}
+        if not closed or closed not in tagged:
+            return declared
+        return declared & tagged[closed] or declared or tagged[closed]
 
     def _read_value(self, source: TextSource, calls: OpenCalls, types: frozenset[str]) -> Waiting[bool]:
         """Read a value, text as it arrives, other types when complete. False if the text ends within."""
@@ -136,7 +137,7 @@ class TaggedCalls:
         followers = tuple(filter(None, (self.section_end, self.section, self.name_open)))
         next_key = "\n" + self.key_open
         ends = Marks(self.value_close, self.end, next_key, newlines=int(self.newlines))
-        while (mark := (yield from source.through(ends, sink))) is not None:
+        while (mark := (yield from source.through(ends, sink, keep_cut=False))) is not None:
             if mark.endswith(self.key_open):
                 source.step_back(len(self.key_open))
                 return True

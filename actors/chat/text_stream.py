@@ -114,19 +114,33 @@ class TextSource:
                 return mark
         return None
 
+    def closing(self, *marks: str) -> Waiting[str | None]:
+        """Read one of these marks like `starts_with`, or what the end of the text has cut off of one."""
+        found = yield from self.starts_with(*marks)
+        rest = self._text[self._at :]
+        if found is None and self.closed and rest and any(mark.startswith(rest) for mark in marks):
+            self._at = len(self._text)
+            return rest
+        return found
+
     def expect(self, mark: str) -> Waiting[None]:
         if (yield from self.starts_with(mark)) is None:
             raise NotACallError
 
-    def through(self, marks: Marks, sink: Sink) -> Waiting[str | None]:
-        """Pass text to `sink` up to a mark. Read and return the mark with its newlines; None at the end."""
+    def through(self, marks: Marks, sink: Sink, *, keep_cut: bool = True) -> Waiting[str | None]:
+        """Pass text to `sink` up to a mark. Read and return the mark with its newlines; None at the end.
+
+        `keep_cut`: the beginning of a mark with which the text ends is text; otherwise it is dropped.
+        """
         while True:
             if found := marks.search(self._text, self._at):
                 self._emit(found.start(), sink)
                 self._at = found.end()
                 return found[0]
-            self._emit(len(self._text) if self.closed else marks.partial_mark_at(self._text, self._at), sink)
+            partial = marks.partial_mark_at(self._text, self._at)
+            self._emit(len(self._text) if self.closed and keep_cut else partial, sink)
             if self.closed:
+                self._at = len(self._text)
                 return None
             yield
 

@@ -92,6 +92,10 @@ CALLED = {
     '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
     '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
     '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
     "mistral": f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {W}}}, '
     '{"name": "now", "arguments": {}}]',
     "seed_oss": "<seed:tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
@@ -175,7 +179,8 @@ def test_optional_arguments_may_be_omitted(
         ("[TOOL_CALLS][THINK]", "mistral", "mistral"),
         ("<｜tool▁calls▁begin｜>```json", "deepseek_v3", None),
         ("<｜tool▁calls▁begin｜><think>", "deepseek_v31", "deepseek_v3"),
-        ("<｜DSML｜function_calls>", "deepseek_v32", "deepseek_v3"),
+        ("{{ '<' + '｜DSML｜' + 'function_calls>' }}", "deepseek_v32", "deepseek_v3"),
+        ("{{ '<' + '｜DSML｜' + 'tool_calls>' }}", "deepseek_v4", "deepseek_v3"),
         # Formats that look like others, and have no parser.
         ("<function={{ name }}>{{ json }}</function>", None, None),  # functionary
         ("]<]minimax[>[<tool_call>", None, None),  # MiniMax-M3

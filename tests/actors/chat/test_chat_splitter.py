@@ -143,3 +143,9 @@ def test_an_answer_of_a_hundred_thousand_characters_is_parsed_in_linear_time() -
     )
     found = concatenate([reader.feed(text[i : i + 7]) for i in range(0, len(text), 7)] + [reader.finish()])
     assert json.loads(found.calls[0].arguments) == {"a": "x\n" * 30_000} and found.content == "<" * 1000
+
+
+def test_ids_of_calls_are_as_mistrals_templates_accept_them() -> None:
+    found = read("mistral", '[TOOL_CALLS]now{}[TOOL_CALLS][{"name": "now", "arguments": {}}]')
+    first, second = [call.id or "" for call in found.calls]
+    assert first != second and all(len(each) == 9 and each.isalnum() for each in (first, second))
