@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..structured_outputs.json_schema import SchemaReader, check_size
+from ..structured_outputs.mark_tokens import quoted
 from .argument_schema import ArgumentSchema
 from .call_syntax import CallRules, CallSyntax, Schemas, ThinkingFormat
 from .json_calls import JsonCalls
-from .lark_writer import ANY_TEXT, LarkWriter, either, quoted, regex, without
+from .lark_writer import ANY_TEXT, LarkWriter, either, regex, without
 from .messages import Messages
 
 ANSWER = "answer"  # the name of the rule for constrained text

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ..structured_outputs.mark_tokens import quoted
 from ..tokenization.client_messages import loads
 from .argument_schema import ArgumentSchema
 from .call_syntax import CallRules, OpenCalls, Schemas
-from .lark_writer import LarkWriter, quoted
+from .lark_writer import LarkWriter
 from .text_stream import NotACallError, Sink, TextSource, Waiting
 
 _STRUCTURE = re.compile(r'["{}\[\]<]')  # "<" never occurs in JSON outside of a string, so a mark begins there

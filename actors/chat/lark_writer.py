@@ -1,8 +1,4 @@
-"""Writes grammars of calls in llguidance's Lark, in which marks are tokens where the model has them.
-
-llguidance holds every added token of the form `<...>` special, whatever its tokenizer says, and text never
-matches a special token. So a mark that is an added token is named by its id.
-"""
+"""Writes grammars of calls in llguidance's Lark, in which marks are tokens where the model has them."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ...cluster.errors import RequestError
 from ..structured_outputs.json_grammar import SPACED, json_rule
 from ..structured_outputs.json_schema import EnforcedSchema
+from ..structured_outputs.mark_tokens import MarkTokens, quoted
 from ..structured_outputs.schema_keywords import ascii_classes
 from .argument_schema import (
     BOOLEAN_WORDS,
@@ -46,10 +43,7 @@ class LarkWriter:
     """Rules of one grammar. `mark_ids`: ids of added tokens by text."""
 
     def __init__(self, mark_ids: Mapping[str, int]) -> None:
-        self._mark_ids = mark_ids
-        self._pattern = re.compile(
-            "|".join(map(re.escape, sorted(mark_ids, key=len, reverse=True))) or "(?!)"
-        )
+        self._marks = MarkTokens(mark_ids)
         self._rules: dict[str, str] = {}
         self.already_written = ""  # a mark before what is written, so texts that begin with it omit it
         self.left_out: list[str] = []  # what of the schemas the grammar does not enforce
@@ -76,34 +70,25 @@ class LarkWriter:
         self._rules[name] = body
 
     def has(self, mark: str) -> bool:
-        return mark in self._mark_ids
+        return mark in self._marks
 
     def text(self, text: str) -> str:
         """Return the Lark of a text in which marks are tokens."""
         if self.already_written:
             text = text.removeprefix(self.already_written)
-        parts: list[str] = []
-        at = 0
-        for found in self._pattern.finditer(text):
-            if found.start() > at:
-                parts.append(quoted(text[at : found.start()]))
-            parts.append(f"<[{self._mark_ids[found[0]]}]>")
-            at = found.end()
-        if at < len(text):
-            parts.append(quoted(text[at:]))
-        return " ".join(parts)
+        return self._marks.lark(text) if text else ""
 
     def until(self, text: str, end: str) -> str:
         """Return the Lark of a text and of what ends it. `text`: the body of a terminal.
 
         Greedy lexemes cannot end at text that they may contain, so a text's end is part of its lexeme.
         """
-        mark = self._pattern.search(end)
+        mark = self._marks.find(end)
         if mark is None:
             return self.rule(text, suffix=end)
-        before = end[: mark.start()]
+        before = end[: mark[0]]
         lexeme = self.terminal(f"({text}) {quoted(before)}" if before else text)
-        return f"{lexeme} {self.text(end[mark.start() :])}"
+        return f"{lexeme} {self.text(end[mark[0] :])}"
 
     def json(self, schema: ArgumentSchema, types: frozenset[str] | None = None) -> str:
         """Return the name of a rule for JSON that a schema allows."""
@@ -113,10 +98,6 @@ class LarkWriter:
         name = f"{kind}_{len(self._rules)}"
         self._rules[name + (f"[suffix={quoted(suffix)}]" if suffix else "")] = body
         return name
-
-
-def quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def either(bodies: Iterable[str]) -> str:

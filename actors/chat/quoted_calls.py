@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...cluster.errors import RequestError
+from ..structured_outputs.mark_tokens import quoted
 from .argument_schema import ArgumentSchema, Branch, no_constant
 from .call_syntax import CallRules, OpenCalls, Schemas
-from .lark_writer import LarkWriter, branches_of, either, quoted, regex, strings, without
+from .lark_writer import LarkWriter, branches_of, either, regex, strings, without
 from .tagged_calls import escaped, name_before
 from .text_stream import Marks, NotACallError, Sink, TextSource, Waiting
 

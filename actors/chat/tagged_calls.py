@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...cluster.errors import RequestError, brief
+from ..structured_outputs.mark_tokens import quoted
 from ..structured_outputs.schema_keywords import TYPES
 from .argument_schema import ArgumentSchema, Branch, read_value
 from .call_syntax import CallRules, OpenCalls, Schemas
-from .lark_writer import LarkWriter, branches_of, either, quoted, raw_value, regex, strings, without
+from .lark_writer import LarkWriter, branches_of, either, raw_value, regex, strings, without
 from .text_stream import Marks, NotACallError, Sink, TextSource, Waiting
 
 _AFTER_NAME = re.compile(r"[\n<]")

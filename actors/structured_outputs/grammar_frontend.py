@@ -30,8 +30,9 @@ from ..tokenization.tokenizer import Tokenizer
 from .grammar_validator import QUICK_S, SLOW_S, GrammarValidator
 from .json_grammar import COMPACT, INDENTED, json_rule
 from .json_schema import MAX_GRAMMAR_CHARS, SchemaReader
+from .mark_tokens import MarkTokens
 from .schema_keywords import ascii_classes
-from .structural_tags import lark_of_tags, lark_regex
+from .structural_tags import NO_MARKS, lark_of_tags, lark_regex
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class GrammarFrontend:
     ) -> None:
         self._validator = None
         self._config = config
+        self._marks = NO_MARKS if tokenizer is None else MarkTokens.of(tokenizer)
         self._logged: set[tuple[str, ...]] = set()
         if tokenizer is not None and (known := tokenizer.ids_in_vocabulary(eos_token_ids)):
             self._validator = GrammarValidator(tokenizer.to_json(), vocab_size, known)
@@ -196,7 +198,8 @@ class GrammarFrontend:
         if params.grammar is not None:
             kind, text, after = params.grammar.kind, params.grammar.text, params.grammar.after_token_ids
         elif outputs is not None:
-            ((kind, text), names), after = _written(outputs, self._config), outputs.after_token_ids
+            ((kind, text), names) = _written(outputs, self._config, self._marks)
+            after = outputs.after_token_ids
             self._log_left_out(names)
         else:
             return params
@@ -232,23 +235,28 @@ _Kind = GrammarKind | Literal["grammar"]
 
 
 def written_grammar(
-    outputs: StructuredOutputsParams, config: StructuredOutputsConfig = DEFAULTS
+    outputs: StructuredOutputsParams,
+    config: StructuredOutputsConfig = DEFAULTS,
+    marks: MarkTokens = NO_MARKS,
 ) -> tuple[_Kind, str]:
-    """Return a grammar for llguidance, or EBNF that may have to become Lark. Raises RequestError."""
-    return _written(outputs, config)[0]
+    """Return a grammar for llguidance, or EBNF that may have to become Lark. Raises RequestError.
+
+    `marks`: those of the model, for structural tags.
+    """
+    return _written(outputs, config, marks)[0]
 
 
 def left_out(outputs: StructuredOutputsParams | None) -> tuple[str, ...]:
     """Return the paths of keywords in JSON schemas that cannot be enforced. Raises RequestError."""
-    return _written(outputs, DEFAULTS)[1] if outputs is not None else ()
+    return _written(outputs, DEFAULTS, NO_MARKS)[1] if outputs is not None else ()
 
 
 def _written(
-    outputs: StructuredOutputsParams, config: StructuredOutputsConfig
+    outputs: StructuredOutputsParams, config: StructuredOutputsConfig, marks: MarkTokens
 ) -> tuple[tuple[_Kind, str], tuple[str, ...]]:
     if outputs.constraint == "frame":
         return ("lark", outputs.frame or ""), outputs.left_out
-    (kind, text), names = _constraint(outputs, config)
+    (kind, text), names = _constraint(outputs, config, marks)
     if outputs.frame is not None:
         kind, text = "lark", _framed(outputs.frame, kind, text, outputs.field)
     return (kind, text), (*outputs.left_out, *names)
@@ -267,7 +275,7 @@ def _framed(frame: str, kind: _Kind, text: str, field: str) -> str:
 
 
 def _constraint(
-    outputs: StructuredOutputsParams, config: StructuredOutputsConfig
+    outputs: StructuredOutputsParams, config: StructuredOutputsConfig, marks: MarkTokens
 ) -> tuple[tuple[_Kind, str], tuple[str, ...]]:
     field = outputs.field
     reader = SchemaReader(strict=outputs.strict, closes_objects=config.disable_additional_properties)
@@ -286,7 +294,7 @@ def _constraint(
             tags = _parsed(outputs.structural_tag, field)
             if not isinstance(tags, Mapping):
                 raise _refusal(field, "structural tags are an object")
-            written = "lark", lark_of_tags(tags, field, reader, layout)
+            written = "lark", lark_of_tags(tags, field, reader, layout, marks)
     return written, tuple(reader.left_out)
 
 

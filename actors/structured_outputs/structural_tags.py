@@ -10,6 +10,9 @@ XGrammar's "Structural Tag Usage"). In both, a tag belongs to the shortest trigg
 with, because the free text before it ends there. Free text ends at the first occurrence of its end mark, so a
 tag's end is passed down to the last part inside it. Free text without an end mark cannot be followed by
 anything; a format that places something after it is rejected.
+
+Marks that are tokens of the model are written as tokens (`mark_tokens.py`). A trigger that ends within one is
+extended to its end. Free text may contain other marks, unless they are special tokens.
 """
 
 from __future__ import annotations
@@ -23,10 +26,12 @@ from typing import Any, TypeAlias
 from ...cluster.errors import RequestError
 from .json_grammar import INDENTED, JsonLayout, json_rule
 from .json_schema import MAX_GRAMMAR_CHARS, SchemaReader, check_size
+from .mark_tokens import MarkTokens, quoted
 from .schema_keywords import ascii_classes
 
 MAX_PARTS = 256  # length of a list
 MAX_DEPTH = 16  # nesting of formats
+NO_MARKS = MarkTokens({})
 _ANY_TEXT = r"/(.|\n)*/"
 _REGEX_PIECES = re.compile(r"\\(.?)|/|\n", re.S)  # an escape, or characters special to Lark
 _TAG_FIELDS = ("begin", "content", "end")
@@ -59,14 +64,18 @@ class _Tag:
 
 
 def lark_of_tags(
-    tags: Json, field: str, reader: SchemaReader | None = None, layout: JsonLayout = INDENTED
+    tags: Json,
+    field: str,
+    reader: SchemaReader | None = None,
+    layout: JsonLayout = INDENTED,
+    marks: MarkTokens = NO_MARKS,
 ) -> str:
     """Return the Lark of structural tags. Raises RequestError, naming a part of `field`.
 
-    `reader` reads the schemas in them, and `layout` is that of their JSON.
+    `reader` reads the schemas in them, `layout` is that of their JSON, and `marks` those of the model.
     """
     check_size(tags, field)
-    writer = _Writer(reader or SchemaReader(), layout)
+    writer = _Writer(reader or SchemaReader(), layout, marks)
     if "format" in tags:
         body = writer.part(_object(tags["format"], f"{field}.format"), f"{field}.format", None)
     else:
@@ -76,9 +85,24 @@ def lark_of_tags(
     return "\n".join([f"start: {body}", *writer.rules])
 
 
+@dataclass(frozen=True, slots=True)
+class _FreeText:
+    """Text without some texts. `triggers`: what ends it, also where that is a token."""
+
+    excludes: tuple[str, ...] = ()
+    triggers: tuple[str, ...] = ()
+
+    @property
+    def body(self) -> str:
+        """Return the body of a terminal, as Lark."""
+        if not self.excludes:
+            return _ANY_TEXT
+        return f"{_ANY_TEXT} & ~({_ANY_TEXT} {_either(map(quoted, self.excludes))} {_ANY_TEXT})"
+
+
 class _Writer:
-    def __init__(self, reader: SchemaReader, layout: JsonLayout) -> None:
-        self._reader, self._layout = reader, layout
+    def __init__(self, reader: SchemaReader, layout: JsonLayout, marks: MarkTokens) -> None:
+        self._reader, self._layout, self._marks = reader, layout, marks
         self.rules: list[str] = []
         self._depth = 0
         self._num_chars = 0
@@ -108,12 +132,12 @@ class _Writer:
         _check_fields(form, field, _FIELDS[kind])
         match kind:
             case "const_string":
-                return _ended(_quoted(_text(form, "value", field)), ends)
+                return self._ended(self._marks.lark(_text(form, "value", field)), ends)
             case "json_schema":
                 schema = self._reader.read(form.get("json_schema", {}), f"{field}.json_schema")
-                return _ended(self._named(json_rule(schema, self._layout)), ends)
+                return self._ended(self._named(json_rule(schema, self._layout)), ends)
             case "regex":
-                return _ended(lark_regex(_text(form, "pattern", field), f"{field}.pattern"), ends)
+                return self._ended(lark_regex(_text(form, "pattern", field), f"{field}.pattern"), ends)
             case "any_text":
                 return self._free(self._text_without(form, field), self._must_end(ends, field))
             case "sequence":
@@ -125,7 +149,7 @@ class _Writer:
             case "or":
                 return _either(self.part(each, name, ends) for each, name in self._elements(form, field))
             case "tag":
-                return _ended(self._tag(_tag(form, field)), ends)
+                return self._ended(self._tag(_tag(form, field)), ends)
             case "triggered_tags":
                 return self.triggered(
                     _list(form, "triggers", field, str),
@@ -136,10 +160,10 @@ class _Writer:
                     only=_flag(form, "stop_after_first", field),
                 )
             case "tags_with_separator":
-                return _ended(self._separated(form, field), ends)
+                return self._ended(self._separated(form, field), ends)
             case _:
                 content = self.part(_object(form.get("content"), f"{field}.content"), f"{field}.content", ())
-                return _ended(f"({content}){_COUNTS[kind]}", ends)
+                return self._ended(f"({content}){_COUNTS[kind]}", ends)
 
     def triggered(
         self,
@@ -147,16 +171,17 @@ class _Writer:
         tags: Sequence[_Tag],
         ends: _Ends,
         *,
-        text: str = _ANY_TEXT,
+        text: _FreeText = _FreeText(),
         first: bool = False,
         only: bool = False,
     ) -> str:
         """Return the Lark of free text with tags.
 
-        `text`: allowed text between tags, as Lark. `first`: it begins with a tag. `only`: it ends with its
+        `text`: allowed text between tags. `first`: it begins with a tag. `only`: it ends with its
         first.
         """
         by_trigger: dict[str, list[str]] = {}
+        cut: dict[str, None] = {}  # triggers that end within marks
         for tag in tags:
             trigger = min(
                 (each for each in triggers if each and tag.begin.startswith(each)), key=len, default=""
@@ -166,7 +191,11 @@ class _Writer:
                     f"{tag.field}.begin={json.dumps(tag.begin)} starts with none of the triggers.",
                     param=f"{tag.field}.begin",
                 )
-            by_trigger.setdefault(trigger, []).append(self._tag(tag, len(trigger)))
+            length = self._end_of_mark(tag.begin, len(trigger))
+            if length > len(trigger):
+                cut[trigger] = None
+            by_trigger.setdefault(tag.begin[:length], []).append(self._tag(tag, length))
+        text = _FreeText((*text.excludes, *cut), (*by_trigger, *(ends or ())))
         opened = [
             f"{self._until(text, (trigger,))} {_either(alternatives)}"
             for trigger, alternatives in by_trigger.items()
@@ -174,29 +203,29 @@ class _Writer:
         later = self._named(_either(opened))
         rest = self._free(text, ends)
         triggered_texts = _either(
-            f"{_quoted(trigger)} {_either(alternatives)}" for trigger, alternatives in by_trigger.items()
+            f"{self._marks.lark(trigger)} {_either(alternatives)}"
+            for trigger, alternatives in by_trigger.items()
         )
         if only:
-            return _ended(triggered_texts, ends) if first else _either([_ended(later, ends), rest])
+            return self._ended(triggered_texts, ends) if first else _either([self._ended(later, ends), rest])
         return f"{triggered_texts} {later}* {rest}" if first else f"{later}* {rest}"
 
     def _tag(self, tag: _Tag, num_matched_chars: int = 0) -> str:
         content = self.part(tag.content, f"{tag.field}.content", tag.ends)
-        return self._named(f"{_quoted(tag.begin[num_matched_chars:])} {content}")
+        begin = self._marks.lark(tag.begin[num_matched_chars:])
+        return self._named(f"{begin} {content}")
 
-    def _free(self, text: str, ends: _Ends) -> str:
-        return self._until(text, ends) if ends else self._named(text, terminal=True)
+    def _free(self, text: _FreeText, ends: _Ends) -> str:
+        return self._until(text, ends or ())
 
-    def _text_without(self, form: Json, field: str) -> str:
-        if not form.get("excludes"):
-            return _ANY_TEXT
-        excluded = _either(map(_quoted, _list(form, "excludes", field, str)))
-        return f"{_ANY_TEXT} & ~({_ANY_TEXT} {excluded} {_ANY_TEXT})"
+    def _text_without(self, form: Json, field: str) -> _FreeText:
+        excludes = _list(form, "excludes", field, str) if form.get("excludes") else ()
+        return _FreeText(tuple(excludes))
 
     def _separated(self, form: Json, field: str) -> str:
         tag = _either(self._tag(each) for each in _tags(form, field))
         if not _flag(form, "stop_after_first", field):
-            tag = f"{tag} ({_quoted(_text(form, 'separator', field))} {tag})*"
+            tag = f"{tag} ({self._marks.lark(_text(form, 'separator', field))} {tag})*"
         return tag if _flag(form, "at_least_one", field) else f"({tag})?"
 
     def _elements(self, form: Json, field: str) -> Iterator[tuple[Json, str]]:
@@ -212,10 +241,30 @@ class _Writer:
             )
         return ends
 
-    def _until(self, text: str, ends: tuple[str, ...]) -> str:
-        """Return a rule for text up to and including the first of its ends."""
-        name = self._named(text, terminal=True)
-        return self._named(f"{name} {_either(map(_quoted, ends))}", lazy=True)
+    def _until(self, text: _FreeText, ends: tuple[str, ...]) -> str:
+        """Return the Lark of a text up to and including the first of its ends, or of a last text."""
+        name = self._named(text.body, terminal=True)
+        found = [self._until_mark(name, text, end) for end in ends if self._marks.find(end)]
+        if texts := [end for end in ends if not self._marks.find(end)]:
+            found.append(self._named(f"{name} {_either(map(quoted, texts))}", lazy=True))
+        other = self._marks.plain_but((*text.excludes, *text.triggers, *ends))
+        return (f"({name} {other})* " if other else "") + (_either(found) if found else name)
+
+    def _until_mark(self, name: str, text: _FreeText, end: str) -> str:
+        begin, _ = self._marks.find(end) or (0, 0)
+        if begin:
+            name = self._named(f"({text.body}) {quoted(end[:begin])}", terminal=True)
+        return f"{name} {self._marks.lark(end[begin:])}"
+
+    def _end_of_mark(self, text: str, at: int) -> int:
+        """Return the end of the mark that a place is within, else the place."""
+        begin = 0
+        while (found := self._marks.find(text, begin)) is not None and found[0] < at:
+            begin = found[1]
+        return max(at, begin)
+
+    def _ended(self, body: str, ends: _Ends) -> str:
+        return f"{body} {_either(map(self._marks.lark, ends))}" if ends else body
 
     def _named(self, body: str, *, terminal: bool = False, lazy: bool = False) -> str:
         number = len(self.rules)
@@ -257,16 +306,8 @@ def _check_fields(form: Json, field: str, known: tuple[str, ...]) -> None:
         )
 
 
-def _ended(body: str, ends: _Ends) -> str:
-    return f"{body} {_either(map(_quoted, ends))}" if ends else body
-
-
 def _either(bodies: Iterator[str] | Sequence[str] | map[str]) -> str:
     return f"({' | '.join(bodies)})"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def lark_regex(pattern: str, field: str) -> str:

@@ -1,13 +1,22 @@
-"""Structural tags in both forms: which texts they accept, by llguidance on bytes."""
+"""Structural tags in both forms: which texts they accept, whether their marks are text or tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from manta.actors.structured_outputs.grammar_frontend import GrammarFrontend
+from manta.actors.structured_outputs.mark_tokens import MarkTokens
 from manta.actors.structured_outputs.structural_tags import MAX_DEPTH, lark_of_tags
+from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.errors import RequestError
+from manta.cluster.request.request import SamplingParams
+from manta.cluster.request.structured_outputs import Grammar, StructuredOutputsParams
+from manta.drafter.grammars.compiler import GrammarCompiler
+from support.checkpoints.byte_tokenizer import byte_tokenizer
+
+QWEN = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # added tokens that are not special
 
 
 def const(value: str) -> dict[str, Any]:
@@ -45,7 +54,7 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["a/b/\\/.\n", "a/b.\\/.\n"],
         ["a\\/b/\\/.\n", "a/b/\\\\/.\n", "a/b/\\/.\\n"],
     ),
-    "any_text": (ANY, ["", "what\never </f>"], []),
+    "any_text": (ANY, ["", "what\never </g>"], []),
     "any_text but": ({**ANY, "excludes": ["no", "never"]}, ["", "n o"], ["no", "or never."]),
     "sequence": (sequence(const("a"), schema(NUMBERS), ANY), ["a1", "a22 and"], ["a", "1", "a3"]),
     "or": (either(const("ab"), CALLS[0], schema(NUMBERS)), ["ab", A, "22"], ["a", "b"]),
@@ -119,33 +128,82 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     ),
     "thinking first": (
         sequence(tag("<think>", ANY, "</think>"), TRIGGERED),
-        [f"<think>if {A} and </think>so {B}", "<think></think>"],
+        [f"<think>if <f and </think>so {B}", "<think></think>"],
         [A, "<think>", "<think></think><f=b>1</f>"],
     ),
 }
 
 
-@pytest.fixture(scope="module")
-def tokens() -> LLTokenizer:
-    return LLTokenizer("byte")
+MARKS = ("<f=a>", "<f=b>", "</f>", "<t>", "</t>", "<think>", "</think>")
+VOCABULARIES = {
+    "text": byte_tokenizer(),
+    "added tokens": byte_tokenizer(added=MARKS),
+    "special tokens": byte_tokenizer(special=[*MARKS]),
+    "some are tokens": byte_tokenizer(added=("<f=a>", "</t>", "<think>")),
+}
 
 
-def accepts(tokens: LLTokenizer, lark: str, text: str) -> bool:
-    matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(lark), log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    ids = list(text.encode())
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+def taking(tokenizer: Tokenizer, tags: dict[str, Any]) -> Callable[[str], bool]:
+    """Return whether a text is accepted, as the tokens that the tokenizer makes of it."""
+    compiler = GrammarCompiler(tokenizer.to_json(), tokenizer.vocab_size, (256,))
+    lark = lark_of_tags(tags, "structural_tag", marks=MarkTokens.of(tokenizer))
+
+    def takes(text: str) -> bool:
+        matcher = compiler.matcher(Grammar("lark", lark))
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    return takes
 
 
+@pytest.mark.parametrize("marks", VOCABULARIES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_structural_tag_format_accepts_exactly_its_texts(tokens: LLTokenizer, name: str) -> None:
+def test_a_structural_tag_format_accepts_exactly_its_texts(name: str, marks: str) -> None:
     form, right, wrong = FORMATS[name]
-    lark = lark_of_tags({"format": form}, "structural_tag")
-    assert [text for text in right if not accepts(tokens, lark, text)] == []
-    assert [text for text in wrong if accepts(tokens, lark, text)] == []
+    takes = taking(VOCABULARIES[marks], {"format": form})
+    assert [text for text in right if not takes(text)] == []
+    assert [text for text in wrong if takes(text)] == []
 
 
-def test_the_older_form_equals_triggered_tags(tokens: LLTokenizer) -> None:
+@pytest.mark.parametrize("tokens", [(), QWEN])
+def test_tags_around_the_marks_of_a_model_are_written_by_its_tokens(tokens: tuple[str, ...]) -> None:
+    call = {
+        "begin": '<tool_call>\n{"name": "f", "arguments": ',
+        "schema": {"const": 1},
+        "end": "}\n</tool_call>",
+    }
+    takes = taking(byte_tokenizer(added=tokens), {"structures": [call], "triggers": ["<tool_call>"]})
+    text = '<tool_call>\n{"name": "f", "arguments": 1}\n</tool_call>'
+    assert takes(f"I look.\n{text}\n{text}") and takes("No.")
+    assert not takes(text.replace("1", "2")) and not takes("<tool_call>")
+
+
+def test_an_engine_writes_the_marks_of_its_own_vocabulary() -> None:
+    tokenizer = byte_tokenizer(added=QWEN)
+    wanted = StructuredOutputsParams(structural_tag={"format": const("<think>Hm")})
+    frontend = GrammarFrontend(tokenizer, tokenizer.vocab_size, (256,))
+    try:
+        found = frontend.compile(SamplingParams(structured_outputs=wanted)).grammar
+    finally:
+        frontend.close()
+    assert found is not None and f"<[{tokenizer.added_token_ids['<think>']}]>" in found.text
+
+
+@pytest.mark.parametrize("tokens", [(), QWEN])
+def test_free_text_may_contain_marks_other_than_its_ends_and_special_tokens(tokens: tuple[str, ...]) -> None:
+    function = tag("<function=f>", schema({"const": 1}), "</function>")
+    triggered = {"type": "triggered_tags", "triggers": ["<function="], "tags": [function]}
+    tokenizer = byte_tokenizer(added=tokens, special=["<|x|>"])
+    takes = taking(tokenizer, {"format": sequence(tag("<think>", ANY, "</think>"), triggered)})
+    call = "<tool_call>\n<function=f>1</function>\n</tool_call>"
+    assert takes(f"<think>If I write {call}?</think>\n{call}\n{call}")
+    assert not takes(f"<think>{call}</think>{call.replace('1', '2')}")
+    assert not takes("<think></think>a</think><|x|>")
+    no_calls = taking(tokenizer, {"format": {**ANY, "excludes": ["<tool_call>"]}})
+    assert no_calls("<think>No.</think>") and not no_calls(f"Yes: {call}")
+
+
+def test_the_older_form_equals_triggered_tags() -> None:
     older = {
         "structures": [
             {"begin": each["begin"], "schema": each["content"]["json_schema"], "end": "</f>"}
