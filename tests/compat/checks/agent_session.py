@@ -1,9 +1,14 @@
-"""A command-line agent in a session against the served pair; used by `codex_cli.py` and `claude_code.py`.
+"""A command-line agent in a session against a served model; used by `codex_cli*.py` and `claude_code*.py`.
 
-The agent itself is unchanged and talks to a relay on loopback, which forwards everything to the server. The
-pair was not trained with tools and its context is 1,024 tokens, so the relay adds two fields that agents
-cannot send: `structured_outputs` leaves the model one answer, and `truncate_prompt_tokens` truncates the
-prompt. It records the traffic, so each event of each stream is checked against the SDK's own types.
+The agent itself is unchanged and talks to a relay on loopback, which forwards everything to the server and
+changes requests as a check says (`Change`). It records the traffic, so each event of each stream is checked
+against the SDK's own types.
+
+The pair was not trained with tools and its context is 1,024 tokens, so its requests get two fields that
+agents cannot send (`answered`): `structured_outputs` leaves the model one answer, and
+`truncate_prompt_tokens` truncates the prompt. A published model writes its calls itself (`calling`): the
+relay offers it one tool of the agent, with the arguments and commands that are safe to run, and requires a
+call.
 """
 
 from __future__ import annotations
@@ -18,20 +23,51 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from trial import FOLDER, KEY, URL
 
-PROMPT_TOKENS = 500
+PROMPT_TOKENS = 500  # of the pair
 TURN_S = 180
 SECRET = "4711"  # in a file that only a tool can read
 NOTE = "note.txt"
+REPORT = r"The number is [0-9]{4}\."
 
 
 def called(tool: str, arguments: str) -> str:
     """A call in the template's form; its content need not be JSON."""
     return f'<tool_call>\n{{"name": "{tool}", "arguments": {arguments}}}\n</tool_call>'
+
+
+# An agent's prompts are longer than the published model's context.
+_OF_CALLER = {"truncate_prompt_tokens": 2000, "temperature": 0}
+Change: TypeAlias = Callable[[dict[str, Any]], None]  # of a request's body
+
+
+def answered(text: str) -> Change:
+    """The model says this, with the calls in it."""
+    whole = {"format": {"type": "const_string", "value": text}}
+    fields = {"structured_outputs": {"structural_tag": whole}, "truncate_prompt_tokens": PROMPT_TOKENS}
+    return lambda body: body.update(fields)
+
+
+def calling(tool: str, schema: str, properties: Mapping[str, Any], fields: Mapping[str, Any]) -> Change:
+    """The model must call a tool, and writes its arguments. `schema`: the tool's field of that name."""
+
+    def change(body: dict[str, Any]) -> None:
+        (offered,) = (each for each in body["tools"] if each.get("name") == tool)
+        arguments = {"type": "object", "properties": dict(properties), "required": list(properties)}
+        body["tools"] = [{**offered, schema: {**arguments, "additionalProperties": False}}]
+        body.update({**_OF_CALLER, **fields})
+
+    return change
+
+
+def reporting(fields: Mapping[str, Any]) -> Change:
+    """The model answers with a number (`REPORT`), which so small a model may misread."""
+    sentence = {"structured_outputs": {"regex": REPORT}}
+    return lambda body: body.update({**_OF_CALLER, **sentence, **fields})
 
 
 @dataclass
@@ -54,32 +90,27 @@ class Exchange:
 
 
 class Relay(ThreadingHTTPServer):
-    """A relay between an agent and the server.
-
-    Args:
-        answers: what the model says to the agent's next requests with tools.
-    """
+    """A relay between an agent and the server. `changes`: of the agent's next requests with tools."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Passing)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.answers: list[str] = []
+        self.changes: list[Change] = []
         self.exchanges: list[Exchange] = []
         self.lock = threading.Lock()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def take(self, body: dict[str, Any]) -> Exchange | None:
-        """Record a request with tools and send the scripted answer; other requests get a short one."""
+        """Change and record a request with tools; other requests get a short answer."""
         with self.lock:
             is_turn = bool(body.get("tools"))
-            answer = self.answers.pop(0) if is_turn and self.answers else "ok"
+            change = self.changes.pop(0) if is_turn and self.changes else answered("ok")
             exchange = Exchange(dict(body)) if is_turn else None
             if exchange is not None:
                 self.exchanges.append(exchange)
-        whole = {"format": {"type": "const_string", "value": answer}}  # with its calls
-        body |= {"structured_outputs": {"structural_tag": whole}, "truncate_prompt_tokens": PROMPT_TOKENS}
+        change(body)
         return exchange
 
 
@@ -163,9 +194,9 @@ class Session:
             **environment(self.relay),
         }
 
-    def turn(self, arguments: Sequence[str], answers: Sequence[str]) -> tuple[str, list[Exchange]]:
-        """The agent's output, and its requests: one per answer, each with a correct stream."""
-        self.relay.answers, begin = list(answers), len(self.relay.exchanges)
+    def turn(self, arguments: Sequence[str], changes: Sequence[Change]) -> tuple[str, list[Exchange]]:
+        """The agent's output, and its requests: one per change, each with a correct stream."""
+        self.relay.changes, begin = list(changes), len(self.relay.exchanges)
         done = subprocess.run(
             [self._program, *arguments],
             cwd=self.work,
@@ -182,7 +213,7 @@ class Session:
             for event in exchange.events:
                 self._validate(event)
         assert not done.returncode, said[-600:]
-        assert len(exchanges) == len(answers), (
-            f"{len(exchanges)} requests for {len(answers)} answers: {said[-600:]}"
+        assert len(exchanges) == len(changes), (
+            f"{len(exchanges)} requests for {len(changes)} answers: {said[-600:]}"
         )
         return done.stdout, exchanges

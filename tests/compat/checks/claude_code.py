@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
-from agent_session import NOTE, SECRET, Exchange, Relay, Session, called
+from agent_session import (
+    NOTE,
+    REPORT,
+    SECRET,
+    Change,
+    Exchange,
+    Relay,
+    Session,
+    answered,
+    called,
+    calling,
+    reporting,
+)
 from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 from trial import KEY, MODEL, check, main
@@ -33,9 +46,10 @@ def validate(event: dict[str, Any]) -> None:
 SESSION = Session("claude", environment, validate)
 
 
-def turn(prompt: str, *answers: str, resume: bool = False) -> tuple[str, list[Exchange]]:
+def turn(prompt: str, *answers: str | Change, resume: bool = False) -> tuple[str, list[Exchange]]:
     """Its last message, and its requests; checks what each stream adds up to."""
-    printed, exchanges = SESSION.turn(["-p", prompt, *PRINT, *(["--continue"] if resume else [])], answers)
+    changes = [answered(each) if isinstance(each, str) else each for each in answers]
+    printed, exchanges = SESSION.turn(["-p", prompt, *PRINT, *(["--continue"] if resume else [])], changes)
     for exchange in exchanges:
         check_stream(exchange.events)
     return json.loads(printed)["result"], exchanges
@@ -82,6 +96,27 @@ def broken_call() -> None:
     broken = called("Bash", '{"command": "cat note.txt",}')
     last, exchanges = turn("Once more?", broken, READ, f"Yes, {SECRET}.", resume=True)
     assert len(results(exchanges[-1])) == 4 and last == f"Yes, {SECRET}."
+
+
+@check("-p with SmolLM2: it chooses a command and writes the call, whose output returns", model="published")
+def called_by_a_model() -> None:
+    commands = [f"cat {NOTE}", "ls", "pwd"]
+    arguments = {
+        "command": {"type": "string", "enum": commands},
+        "description": {"type": "string", "maxLength": 40},
+    }
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    call = calling("Bash", "input_schema", arguments, {"tool_choice": choice})
+    question = f"Read the file {NOTE}. What is the number?"
+    last, (requested, answered) = turn(question, call, reporting({"tool_choice": {"type": "none"}}))
+    written = "".join(
+        event["delta"]["partial_json"]
+        for event in requested.events
+        if event["type"] == "content_block_delta" and event["delta"]["type"] == "input_json_delta"
+    )
+    (result,) = results(answered)
+    assert json.loads(written)["command"] in commands and not result.get("is_error")
+    assert re.fullmatch(REPORT, last), last
 
 
 main()

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
-from agent_session import NOTE, SECRET, Exchange, Relay, Session, called
+from agent_session import (
+    NOTE,
+    REPORT,
+    SECRET,
+    Change,
+    Exchange,
+    Relay,
+    Session,
+    answered,
+    called,
+    calling,
+    reporting,
+)
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 from trial import MODEL, check, main
@@ -40,10 +53,11 @@ def environment(relay: Relay) -> dict[str, str]:
 SESSION = Session("codex", environment, TypeAdapter(ResponseStreamEvent).validate_python)
 
 
-def turn(prompt: str, *answers: str, resume: bool = False) -> tuple[str, list[Exchange]]:
+def turn(prompt: str, *answers: str | Change, resume: bool = False) -> tuple[str, list[Exchange]]:
     """Its last message, and its requests; checks what each stream adds up to."""
     arguments = [*EXEC, *(("resume", "--last") if resume else ()), prompt]
-    printed, exchanges = SESSION.turn(arguments, answers)
+    changes = [answered(each) if isinstance(each, str) else each for each in answers]
+    printed, exchanges = SESSION.turn(arguments, changes)
     for exchange in exchanges:
         check_stream(exchange.events)
     lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
@@ -66,6 +80,10 @@ def check_stream(events: list[dict[str, Any]]) -> None:
             items.append(item)
             assert grown == (item["arguments"] if "arguments" in item else item["content"][0]["text"])
     assert items == events[-1]["response"]["output"]
+
+
+def items_of(exchange: Exchange) -> list[dict[str, Any]]:
+    return [event["item"] for event in exchange.events if event["type"] == "response.output_item.done"]
 
 
 def outputs(exchange: Exchange) -> list[dict[str, Any]]:
@@ -99,9 +117,23 @@ def broken_call() -> None:
 def namespaced_call() -> None:
     wait = called("multi_agent_v1__close_agent", '{"target": "none"}')
     last, exchanges = turn("Close it.", wait, "There is none.", resume=True)
-    (call,) = (e["item"] for e in exchanges[0].events if e["type"] == "response.output_item.done")
+    (call,) = items_of(exchanges[0])
     assert (call["namespace"], call["name"]) == ("multi_agent_v1", "close_agent")
     assert "unsupported" not in json.dumps(outputs(exchanges[-1])[-1]) and last == "There is none."
+
+
+@check("exec with SmolLM2: it chooses a command and writes the call, whose output returns", model="published")
+def called_by_a_model() -> None:
+    commands = {"cmd": {"type": "string", "enum": [f"cat {NOTE}", "ls", "pwd"]}}
+    offered = [{"type": "function", "name": "exec_command"}]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": offered}
+    fields = {"tool_choice": choice, "parallel_tool_calls": False}
+    call = calling("exec_command", "parameters", commands, fields)
+    question = f"Read the file {NOTE}. What is the number?"
+    last, (requested, answered) = turn(question, call, reporting({"tool_choice": "none"}))
+    (written,) = items_of(requested)
+    assert json.loads(written["arguments"])["cmd"] in commands["cmd"]["enum"]
+    assert len(outputs(answered)) == 1 and re.fullmatch(REPORT, last), last
 
 
 main()

@@ -1,7 +1,8 @@
 """Common parts of the checks of all clients. They run in a client's environment with Python alone.
 
-A script names its checks with `@check("what is seen")` and ends with `main()`, which runs them in their order
-and prints a line of JSON about each. `compat.py` starts the scripts and reads the lines.
+A script names its checks with `@check("what is seen")` and ends with `main()`, which runs those for the
+served model in their order and prints a line of JSON about each. `compat.py` starts the scripts and reads the
+lines.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 URL = os.environ["COMPAT_URL"]  # of the server, without a path
 API = f"{URL}/v1"
 MODEL = os.environ["COMPAT_MODEL"]
 TARGET = os.environ["COMPAT_TARGET"]  # its checkpoint, for clients with a tokenizer of their own
+SERVED = os.environ["COMPAT_SERVED"]  # the shipped "pair", or a "published" model
 KEY = os.environ["COMPAT_API_KEY"]
 FOLDER = Path(os.environ["COMPAT_FOLDER"])  # for what a client writes
 
@@ -54,11 +56,14 @@ FORM: dict[str, Any] = {
 _checks: list[tuple[str, Callable[[], Any]]] = []
 
 
-def check(title: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Register a function; a coroutine function is awaited. It fails by raising."""
+def check(
+    title: str, model: Literal["pair", "published"] = "pair"
+) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Register a function for a served model; a coroutine function is awaited. It fails by raising."""
 
     def register(function: Callable[[], Any]) -> Callable[[], Any]:
-        _checks.append((title, function))
+        if model == SERVED:
+            _checks.append((title, function))
         return function
 
     return register
