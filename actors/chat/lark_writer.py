@@ -27,8 +27,18 @@ _INTEGER = "-?(0|[1-9][0-9]{0,19})"
 _NUMBER = _INTEGER + r"(\.[0-9]{1,20})?([eE][-+]?[0-9]{1,3})?"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-# Of texts without quotes; `json_schema.py` adds patterns for dates, times and durations.
+_DATE = (
+    "[1-9][0-9]{3}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|"
+    "02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOUR}:[0-5][0-9](\.[0-9]{{1,9}})?([Zz]|[+-]{_HOUR})"
+# Of texts without quotes; no leap days.
 _FORMATS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}[Tt]{_TIME}$",
+    "duration": "^P([0-9]{1,4}[YMW]|[0-9]{1,4}D(T[0-9]{1,4}H([0-9]{1,4}M)?)?|T[0-9]{1,4}[HMS])$",
     "email": r"^[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63}){1,8}$",
     "hostname": rf"^{_LABEL}(\.{_LABEL}){{0,8}}$",
     "ipv4": rf"^({_BYTE}\.){{3}}{_BYTE}$",
@@ -214,7 +224,7 @@ def raw_value(lark: LarkWriter, schema: ArgumentSchema, name: str, end: str, for
         taken = [regex(_BLANKS + each + _BLANKS) for each in _read_otherwise(others)]
         if structured:
             starts = (r"\[\{" if others & {"array", "object"} else "") + (
-                "-0-9" if structured & numbers else ""
+                r"0-9\-" if structured & numbers else ""
             )
             taken.append(regex(f"{_BLANKS}[{starts}](?s:.*)"))
         words.insert(0, without(text + "".join(f" & ~{each}" for each in taken), forbidden))
