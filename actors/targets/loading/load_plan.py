@@ -32,7 +32,7 @@ from ..model.model_spec import ModelSpec
 from ..model.mtp import MtpConfig, count_mtp_layers
 from ..model.tensor_parallel import Sharding
 from ..model.weights import open_checkpoint, target_shapes, unused_scales
-from .backend_selection import INTEGERS, BackendName
+from .backend_selection import INTEGERS, BackendName, why_not
 from .cpu_autotune import choose_cpu_config
 from .draft_window import ChainConfig, DraftConfig, find_window, with_window
 from .model_limits import find_max_model_len, find_num_drafts
@@ -232,6 +232,13 @@ def plan_models(
     cpu_config = choose_cpu_config(config, models, target.dtype, preferred, num_values, is_quantized)
     if device.type == "cpu" and cpu_config.dtype is torch.float16:
         logger.warning("dtype=float16: CPUs compute it many times slower than bfloat16 or float32. Use auto.")
+    if config.dtype == "auto" and cpu_config.dtype.itemsize > getattr(torch, target.dtype).itemsize:
+        reason = why_not("compiled", models, preferred) or "takes longer, as measured on this machine"
+        logger.info(
+            "dtype=auto: the checkpoint's %s is computed in float32, because attention_backend=compiled %s.",
+            target.dtype,
+            reason,
+        )
     geometries = Sharding(target, 0, config.tensor_parallel_size).kv_geometries()
     draft_windows = [layer.window for layer in drafter.layers] if drafter else []
     if isinstance(drafter, AssistantConfig):

@@ -38,7 +38,7 @@ def _rows_in_cache(inputs):
 
 
 def project_tiles(
-    x, weight, bias, residual, y, num_rows, room, inputs, outputs, gated, sums, first_panel, last_panel, step
+    x, weight, bias, residual, y, num_rows, room, inputs, outputs, ending, sums, first_panel, last_panel, step
 ):  # fmt: skip
     """Compute some columns of a product; arguments: see `packed_gemm.project`."""
     w = records(weight, 1, WEIGHT)[0]
@@ -58,5 +58,5 @@ def project_tiles(
                 first, rows = _block_of_rows(begin, end, room)
                 multiply(x + first * x_stride, x_stride, tiles, panel_bytes, sums, blocks, rows)
                 last = min(first + rows, end)
-                finish_panel(sums, first, last, column, outputs, gated, bias, residual, y)
+                finish_panel(sums, first, last, column, outputs, ending, bias, residual, y)
                 begin = first + rows

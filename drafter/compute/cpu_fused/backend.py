@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..backend import ContextWriter, DeviceCapabilities, ModelStackSpec, Stack
+from ..backend import ContextWriter, DeviceCapabilities, Feature, ModelStackSpec, Stack
 from ..block_weights import AttentionShape, BlockWeights, MixerShape, Projection
 from ..checkpoint.quantized_matrix import Matrix, QuantizedAtLoad, QuantizedMatrix, quantize
 from ..cpu_numba.backend import NumbaBackend
@@ -24,6 +24,10 @@ from .operators import BlockedContextWriter, PackedLinear, PagedContexts
 from .packed_gemm import can_pack
 from .qkv_heads import compact_blocks
 
+# Beyond a plain block, those of Gemma 3.
+_FEATURES: frozenset[Feature] = frozenset(
+    ("norms after attention and MLP", "GELU", "norm weights in fp32", "layers that rotate differently")
+)
 _NEEDS_INSTRUCTIONS = "needs Linux on a CPU with AVX2 and FMA, AVX-512, AMX or NEON"
 
 
@@ -40,7 +44,7 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
         return "needs a page_size that is a multiple of 16"
     if not can_compile(*spec.sizes, *spec.head_dims):
         return f"needs sizes that are multiples of 32, not all of the {spec.name}'s are"
-    return spec.why_unsupported(frozenset())
+    return spec.why_unsupported(_FEATURES)
 
 
 def why_not_packed(machine: DeviceCapabilities) -> str | None:

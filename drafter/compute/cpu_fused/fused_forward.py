@@ -6,6 +6,9 @@ contexts, with a barrier after it:
 
     x ─▶ norm ─▶ q,k,v ─▶ norm, rotate, write ─▶ attend ─▶ o + x ─▶ norm ─▶ gate,up,silu ─▶ down + x ─▶ ..
 
+Where a block norms what attention and MLP add (Gemma 3), they are two more phases: a product, and x += norm
+of it. Norms' weights are in fp32, whatever the checkpoint's dtype.
+
 Rounds to bf16 where PyTorch's operators would store a tensor, and sums in fp32. A row's result depends
 neither on other rows nor on the number of threads. Made by `backend.py`.
 
@@ -30,6 +33,7 @@ from ..cpu_numba.element_ops import Task, elements, pointer, record_dtype, recor
 from ..layers.linear import RMSNorm
 from ..memory.kv_cache import PagedKVCache
 from .attention import attend, scratch_bytes
+from .gemm_epilogues import GELU, PLAIN, SILU
 from .operators import PackedLinear, PagedContexts
 from .packed_gemm import decoded_offset, project
 from .packed_gemm import scratch_bytes as product_scratch_bytes
@@ -37,7 +41,7 @@ from .packed_weight import PackedWeight
 from .qkv_heads import BLOCK, norm_rotate_heads, write_slot
 from .threads.thread_team import barrier, run, team_address
 from .tiles.amx_tiles import COLUMNS, begin_products, end_products
-from .tiles.simd_vectors import norm
+from .tiles.simd_vectors import add_norm, norm
 
 _BF16, _INT64 = np.uint16(0), np.int64(0)
 _ROOM = 16  # rows per tile
@@ -50,26 +54,27 @@ _OWN_NORMS = 32  # rows up to which every thread norms all of them
 _PASS = record_dtype(
     """
     team task threads work shares layers num_layers hidden num_heads num_kv head_dim inner first_norm
-    num_taps cos sin
-    x normed taps positions slots kv plane_bytes page_size num_requests first rows pages num_pages paths
-    depth qkv attended gated scratch scratch_bytes
+    num_taps x normed taps positions slots kv plane_bytes page_size num_requests first rows pages num_pages paths
+    depth qkv attended gated added scratch scratch_bytes
     """,
     "eps",
+    "out_eps",
     "scale",
 )
 _SHARE = record_dtype(
     """
     thread num_threads first_head last_head part parts own_norms first_request first_row num_requests
-    num_rows room first rows paths positions x normed qkv attended gated taps scratch
+    num_rows room first rows paths positions x normed qkv attended gated added taps scratch
     """
 )
 _LAYER = record_dtype(
     """
-    qkv qkv_bias head_norm causal window o o_bias mlp_norm gate_up gate_up_bias down down_bias next_norm tap
-    group plane
+    qkv qkv_bias head_norm cos sin causal window o o_bias attention_out_norm mlp_norm gate_up gate_up_bias
+    activation down down_bias mlp_out_norm next_norm tap group plane
     """
 )
-_EPS = _PASS.itemsize - 8  # offset of `eps`, which is passed by address
+_EPS, _OUT_EPS = _PASS.itemsize - 12, _PASS.itemsize - 8  # offsets of `eps`, `out_eps`: passed by address
+_ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU}
 
 
 def fits_pages(page_size: int) -> bool:
@@ -105,32 +110,39 @@ class FusedForward:
         self._cache: PagedKVCache | None = None  # the cache whose places are stored in the layers
         self._inner = _packed(_dense(blocks[0][1]).gate_up).out_features // 2
         heads = 2 * (shape.num_heads + shape.num_kv_heads)  # q, k, v; and attention's output
-        self._row_bytes = 2 * (heads * shape.head_dim + self._inner)
+        hidden = len(final_norm.weight_H)
+        self._row_bytes = 2 * (heads * shape.head_dim + self._inner + hidden)
         self._work_1 = torch.empty(0, dtype=torch.uint8)
         self._most_rows = self._most_keys = 0  # for which there is memory
         self._pass = np.zeros(1, dtype=_PASS)
         self._shares = np.zeros(num_threads, dtype=_SHARE)
-        self._set_constants(norms[0])
+        self._set_constants(norms[0], _out_eps([parts for _, parts in blocks]))
 
     def _layer(
         self, shape: AttentionShape, parts: BlockWeights, next_norm: RMSNorm, tap: int
     ) -> tuple[int, ...]:
-        mlp = _dense(parts)
+        mlp, rope = _dense(parts), shape.rope
+        assert rope is not None, "a model without rotation is refused"
         gate_up = _packed(mlp.gate_up)
         gate_up_bias = gate_up.bias_O
         if gate_up_bias is not None:
             gate_up_bias = gate_up_bias.view(2, -1, 16).transpose(0, 1).contiguous()
         return (
             *self._linear(parts.qkv),
-            self._address(shape.head_norm()),
+            self._norm(shape.head_norm()),
+            self._address(rope.cos_TD),
+            self._address(rope.sin_TD),
             int(shape.causal),
             -1 if shape.window is None else shape.window,
             *self._linear(parts.o),
-            self._address(parts.mlp_norm.weight_H),
+            self._norm(_weight(parts.attention_out_norm)),
+            self._norm(parts.mlp_norm.weight_H),
             self._weight(gate_up.weight.interleaved()),
             self._address(gate_up_bias),
+            _ACTIVATIONS[mlp.activation],
             *self._linear(mlp.down),
-            self._address(next_norm.weight_H),
+            self._norm(_weight(parts.mlp_out_norm)),
+            self._norm(next_norm.weight_H),
             tap,
             0,
             0,
@@ -149,6 +161,9 @@ class FusedForward:
         )
         return record_1.ctypes.data
 
+    def _norm(self, weight: Tensor | None) -> int:
+        return self._address(None if weight is None else weight.float())
+
     def _address(self, tensor: Tensor | None) -> int:
         if tensor is None:
             return 0
@@ -156,16 +171,14 @@ class FusedForward:
         self._held.append(tensor)
         return tensor.data_ptr()
 
-    def _set_constants(self, first_norm: RMSNorm) -> None:
-        p, shape, rope = self._pass[0], self._shape, self._shape.rope
-        assert rope is not None, "a model without rotation is refused"
+    def _set_constants(self, first_norm: RMSNorm, out_eps: float) -> None:
+        p, shape = self._pass[0], self._shape
         p["threads"], p["shares"] = self._num_threads, self._shares.ctypes.data
         p["layers"], p["num_layers"] = self._layers.ctypes.data, len(self._layers)
         p["hidden"], p["inner"], p["num_taps"] = len(first_norm.weight_H), self._inner, self._num_taps
         p["num_heads"], p["num_kv"], p["head_dim"] = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        p["first_norm"], p["eps"] = self._address(first_norm.weight_H), first_norm.eps
-        p["scale"] = shape.scale
-        p["cos"], p["sin"] = self._address(rope.cos_TD), self._address(rope.sin_TD)
+        p["first_norm"], p["eps"] = self._norm(first_norm.weight_H), first_norm.eps
+        p["out_eps"], p["scale"] = out_eps, shape.scale
 
     def __call__(self, x_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> tuple[Tensor, Tensor | None]:
         """Run a pass; see `BlockStack`. `x` is overwritten, `rows.batches` are `PagedContexts`."""
@@ -219,7 +232,18 @@ def _room(num_rows: int) -> int:
 def _of_all_layers(shape: AttentionShape) -> tuple[object, ...]:
     """Return what must be equal in all layers."""
     sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
-    return *sizes, shape.eps, shape.scale, id(shape.rope)
+    return *sizes, shape.eps, shape.scale
+
+
+def _out_eps(blocks: Sequence[BlockWeights]) -> float:
+    """Return the epsilon of the norms of what blocks add; 0 if there are none."""
+    norms = [norm for parts in blocks for norm in (parts.attention_out_norm, parts.mlp_out_norm) if norm]
+    assert len({norm.eps for norm in norms}) <= 1, "a model has one"
+    return norms[0].eps if norms else 0.0
+
+
+def _weight(norm: RMSNorm | None) -> Tensor | None:
+    return None if norm is None else norm.weight_H
 
 
 def _dense(parts: BlockWeights) -> DenseMLP:
@@ -242,7 +266,8 @@ def _run_pass(team, pass_1, room, x, normed, taps, positions, first_R, rows_R, n
     p.qkv = p.work
     p.attended = p.qkv + 2 * room * (p.num_heads + 2 * p.num_kv) * p.head_dim
     p.gated = p.attended + 2 * room * p.num_heads * p.head_dim
-    p.scratch = p.gated + 2 * room * p.inner
+    p.added = p.gated + 2 * room * p.inner
+    p.scratch = p.added + 2 * room * p.hidden
     run(team, p.task, pass_1.ctypes.data, p.threads)
 
 
@@ -250,14 +275,14 @@ def _decoder_pass(args, thread, num_threads):
     p = records(args, 1, _PASS)[0]
     s = records(p.shares, num_threads, _SHARE)[thread]
     layers = records(p.layers, p.num_layers, _LAYER)
-    eps = args + _EPS
+    eps, out_eps = args + _EPS, args + _OUT_EPS
     _take_share(p, s, thread, num_threads)
     begin_products(_ROOM)
     _norm_rows(p, s, p.first_norm, eps)
     for i in range(p.num_layers):
-        _attention_part(p, s, layers[i], p.kv + layers[i].plane * p.plane_bytes, eps)
+        _attention_part(p, s, layers[i], p.kv + layers[i].plane * p.plane_bytes, eps, out_eps)
         _norm_rows(p, s, layers[i].mlp_norm, eps)
-        _mlp_part(p, s, layers[i])
+        _mlp_part(p, s, layers[i], out_eps)
         if layers[i].tap >= 0:
             _tap_rows(p, s, layers[i].tap)
         _norm_rows(p, s, layers[i].next_norm, eps)
@@ -265,8 +290,8 @@ def _decoder_pass(args, thread, num_threads):
 
 
 @elements
-def _attention_part(p, s, layer, kv, eps):
-    """Project q, k, v; write K and V to pages; attend; x += o(attended)."""
+def _attention_part(p, s, layer, kv, eps, out_eps):
+    """Project q, k, v; write K and V to pages; attend; x += [norm] o(attended)."""
     heads, dim, shared = p.num_heads + 2 * p.num_kv, p.head_dim, p.num_heads // p.num_kv
     for kind in range(3):  # q, k, v
         begin = dim * (0 if kind == 0 else p.num_heads + (kind - 1) * p.num_kv)
@@ -274,7 +299,7 @@ def _attention_part(p, s, layer, kv, eps):
         first = (begin + s.first_head * size) // COLUMNS + s.part
         last = (begin + s.last_head * size) // COLUMNS
         project(
-            s.normed, layer.qkv, layer.qkv_bias, 0, s.qkv, s.num_rows, s.room, p.hidden, heads * dim, False,
+            s.normed, layer.qkv, layer.qkv_bias, 0, s.qkv, s.num_rows, s.room, p.hidden, heads * dim, PLAIN,
             s.scratch, first, last, s.parts,
         )  # fmt: skip
     if s.parts > 1:
@@ -287,7 +312,7 @@ def _attention_part(p, s, layer, kv, eps):
         q = s.qkv + 2 * n * heads * dim
         for at, count in ((0, shared), (p.num_heads, 1)):
             first, last = at + s.first_head * count, at + s.last_head * count
-            norm_rotate_heads(q, layer.head_norm, p.cos, p.sin, positions_N[n], first, last, dim, eps)
+            norm_rotate_heads(q, layer.head_norm, layer.cos, layer.sin, positions_N[n], first, last, dim, eps)
         k = q + 2 * p.num_heads * dim
         write_slot(kv, slots_N[n], k, k + 2 * p.num_kv * dim, s.first_head, s.last_head, p.num_kv, dim)
     if s.parts > 1:
@@ -299,26 +324,36 @@ def _attention_part(p, s, layer, kv, eps):
     )  # fmt: skip
     begin_products(_ROOM)
     barrier(p.team, s.num_threads)
-    project(
-        s.attended, layer.o, layer.o_bias, s.x, s.x, s.num_rows, s.room, p.num_heads * dim, p.hidden, False,
-        s.scratch, s.thread, p.hidden // COLUMNS, s.num_threads,
-    )  # fmt: skip
-    barrier(p.team, s.num_threads)
+    _add_product(
+        p, s, s.attended, p.num_heads * dim, layer.o, layer.o_bias, layer.attention_out_norm, out_eps
+    )
 
 
 @elements
-def _mlp_part(p, s, layer):
-    """x += down(silu(gate) * up) of the normed x."""
+def _mlp_part(p, s, layer, out_eps):
+    """x += [norm] down(activation(gate) * up) of the normed x."""
     project(
         s.normed, layer.gate_up, layer.gate_up_bias, 0, s.gated, s.num_rows, s.room, p.hidden, 2 * p.inner,
-        True, s.scratch, s.thread, 2 * p.inner // COLUMNS, s.num_threads,
+        layer.activation, s.scratch, s.thread, 2 * p.inner // COLUMNS, s.num_threads,
     )  # fmt: skip
     barrier(p.team, s.num_threads)
+    _add_product(p, s, s.gated, p.inner, layer.down, layer.down_bias, layer.mlp_out_norm, out_eps)
+
+
+@elements
+def _add_product(p, s, rows, inputs, weight, bias, out_norm, out_eps):
+    """x += W rows + bias; or with the weights of a norm, x += its norm."""
+    residual, target = (s.x, s.x) if out_norm == 0 else (0, s.added)
     project(
-        s.gated, layer.down, layer.down_bias, s.x, s.x, s.num_rows, s.room, p.inner, p.hidden, False,
-        s.scratch, s.thread, p.hidden // COLUMNS, s.num_threads,
+        rows, weight, bias, residual, target, s.num_rows, s.room, inputs, p.hidden, PLAIN, s.scratch,
+        s.thread, p.hidden // COLUMNS, s.num_threads,
     )  # fmt: skip
     barrier(p.team, s.num_threads)
+    if out_norm != 0:
+        for n in range(s.thread, s.num_rows, s.num_threads):
+            at = 2 * n * p.hidden
+            add_norm(s.added + at, out_norm, s.x + at, p.hidden // 16, out_eps)
+        barrier(p.team, s.num_threads)
 
 
 @elements
@@ -355,7 +390,8 @@ def _take_share(p, s, thread, num_threads):
     s.x, s.normed = p.x + 2 * row * p.hidden, p.normed + 2 * row * p.hidden
     s.qkv = p.qkv + 2 * row * (p.num_heads + 2 * p.num_kv) * p.head_dim
     s.attended = p.attended + 2 * row * p.num_heads * p.head_dim
-    s.gated, s.taps = p.gated + 2 * row * p.inner, p.taps + 2 * row * p.num_taps * p.hidden
+    s.gated, s.added = p.gated + 2 * row * p.inner, p.added + 2 * row * p.hidden
+    s.taps = p.taps + 2 * row * p.num_taps * p.hidden
     s.scratch = p.scratch + thread * p.scratch_bytes
     s.own_norms = s.num_threads > 1 and s.num_rows <= _OWN_NORMS
     if s.own_norms and thread > 0:

@@ -13,21 +13,26 @@ from numba import carray
 
 from ..cpu_numba.element_ops import elements, float_of, pointer, rounded
 from .tiles.amx_tiles import COLUMNS, SUMS_STRIDE
-from .tiles.simd_vectors import finish, finish_added, finish_gated
+from .tiles.simd_vectors import finish, finish_added, finish_gelu, finish_silu
 
 _BF16, _FP32 = np.uint16(0), np.float32(0)
 
+# How a product ends: as it is, or with the activation of its gate.
+PLAIN, SILU, GELU = 0, 1, 2
+
 
 @elements
-def finish_panel(sums, first, last, column, outputs, gated, bias, residual, y):
+def finish_panel(sums, first, last, column, outputs, ending, bias, residual, y):
     """Finish rows [first, last) of a panel of y at `column`; see `packed_gemm.project`."""
     width = min(COLUMNS, outputs - column)
     if bias != 0:
         _add_bias(sums, bias + 2 * column, last - first, width)
     for n in range(first, last):
         row, at = sums + (n - first) * SUMS_STRIDE, 2 * (n * outputs + column)
-        if gated:
-            finish_gated(row, y + at // 2)
+        if ending == SILU:
+            finish_silu(row, y + at // 2)
+        elif ending == GELU:
+            finish_gelu(row, y + at // 2)
         elif width < COLUMNS:
             _finish_narrow(row, residual + at if residual != 0 else 0, y + at, width)
         elif residual != 0:

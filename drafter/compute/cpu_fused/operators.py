@@ -71,7 +71,7 @@ class BlockedContextWriter:
     __slots__ = ("_cache", "_context_1", "_group", "_norm_JD")
 
     def __init__(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> None:
-        self._norm_JD = k_norm_LD.repeat_interleave(num_kv_heads, dim=0).contiguous()
+        self._norm_JD = k_norm_LD.float().repeat_interleave(num_kv_heads, dim=0)
         self._context_1 = np.zeros(1, dtype=CONTEXT)
         c = self._context_1[0]
         c["num_layers"], c["num_kv"], c["eps"] = len(k_norm_LD), num_kv_heads, eps

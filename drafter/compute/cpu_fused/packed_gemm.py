@@ -18,6 +18,7 @@ from numba import carray
 from ..cpu_numba.element_ops import Task, elements, pointer
 from ..cpu_numba.llvm_intrinsics import stack_memory
 from .amx_gemm import project_tiles
+from .gemm_epilogues import PLAIN
 from .packed_weight import code_scratch_bytes
 from .simd_gemm import SUMS_BYTES, packed_bytes, project_rows
 from .threads.thread_team import run
@@ -61,21 +62,22 @@ def _product_task(args, thread, num_threads):
     sums = a[8] + thread * a[9]
     begin_products(min(a[5], 16))
     panels = (a[7] + COLUMNS - 1) // COLUMNS
-    project(a[0], a[1], a[2], a[3], a[4], a[5], a[5], a[6], a[7], False, sums, thread, panels, num_threads)
+    project(a[0], a[1], a[2], a[3], a[4], a[5], a[5], a[6], a[7], PLAIN, sums, thread, panels, num_threads)
     end_products()
 
 
 def project(
-    x, weight, bias, residual, y, num_rows, room, inputs, outputs, gated, sums, first_panel, last_panel, step
+    x, weight, bias, residual, y, num_rows, room, inputs, outputs, ending, sums, first_panel, last_panel, step
 ):  # fmt: skip
-    """Compute some columns of y = x W^T (+ bias) (+ residual), or of silu(gate) * up.
+    """Compute some columns of y = x W^T (+ bias) (+ residual), or of activation(gate) * up.
 
     Args:
         weight: address of a `packed_weight.WEIGHT`.
         num_rows, room: rows to compute, and rows of x that may be read. `residual` may be `y` if `room` is
             a multiple of 16.
-        outputs: of the weight; rows of y are as long, or half as long if gated.
-        gated: weight and bias alternate 16 columns of gate and 16 of up; there is no residual.
+        outputs: of the weight; rows of y are as long, or half as long with an activation.
+        ending: PLAIN, SILU or GELU. With an activation weight and bias alternate 16 columns of gate and 16 of
+            up, and there is no residual.
         sums: address of `scratch_bytes` bytes.
         first_panel, last_panel, step: which panels of 32 columns.
     """

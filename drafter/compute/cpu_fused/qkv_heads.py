@@ -55,12 +55,12 @@ def write_context(context_1, rows, num_rows, positions, slots):
 
 @elements
 def norm_rotate_heads(row, weight, cos, sin, position, first, last, head_dim, eps):
-    """Norm and rotate some heads of a row in place; weights are per head, or 0 without a norm."""
+    """Norm and rotate some heads of a row in place; weights are fp32 per head, or 0 without a norm."""
     at = 2 * position * head_dim
     for j in range(first, last):
         x = row + 2 * j * head_dim
         if weight != 0:
-            norm_rotate(x, weight + 2 * j * head_dim, cos + at, sin + at, head_dim // 32, eps)
+            norm_rotate(x, weight + 4 * j * head_dim, cos + at, sin + at, head_dim // 32, eps)
         else:
             rotate(x, np.int64(0), cos + at, sin + at, head_dim // 32, eps)
 

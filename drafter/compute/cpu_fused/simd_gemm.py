@@ -43,7 +43,7 @@ def _rows_at_once(inputs):
 
 
 def project_rows(
-    x, weight, bias, residual, y, num_rows, room, inputs, outputs, gated, sums, first_panel, last_panel, step
+    x, weight, bias, residual, y, num_rows, room, inputs, outputs, ending, sums, first_panel, last_panel, step
 ):  # fmt: skip
     """Compute some columns of a product; arguments: see `packed_gemm.project`."""
     w = records(weight, 1, WEIGHT)[0]
@@ -75,6 +75,6 @@ def project_rows(
                 for j in range(panels):
                     finish_panel(
                         sums + j * rows * SUMS_STRIDE, start + first, start + last,
-                        (panel + j * step) * COLUMNS, outputs, gated, bias, residual, y,
+                        (panel + j * step) * COLUMNS, outputs, ending, bias, residual, y,
                     )  # fmt: skip
             panel += panels * step

@@ -2,7 +2,7 @@
 
 K/V in e4m3 are written by `EagerBackend`'s operators.
 
-Serves what `cpu_fused/` does not: fp32, tensor-parallel ranks, and bf16 models with more than plain blocks.
+Serves what `cpu_fused/` does not: fp32, tensor-parallel ranks, and bf16 models with other blocks than it has.
 Chosen at load (`actors/targets/loading/operator_factory.py`).
 
 Legend: N rows, H hidden, O outputs, J heads of q and k, K kv heads, D head dim, L layers, I inner size.

@@ -93,7 +93,12 @@ class BFloat(ir.Type):
 
 def widen(builder: Any, address: Value) -> Value:
     """Load 16 bf16 as fp32."""
-    bits = builder.zext(load(builder, address, HALVES), PAIRS)
+    return widened(builder, load(builder, address, HALVES))
+
+
+def widened(builder: Any, halves: Value) -> Value:
+    """Return 16 bf16 as fp32."""
+    bits = builder.zext(halves, PAIRS)
     return builder.bitcast(builder.shl(bits, lanes(16, INT32)), FLOATS)
 
 

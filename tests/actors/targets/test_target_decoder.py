@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from manta.actors.targets.families import read_model
+from manta.actors.targets.model.decoder import Decoder
+from manta.actors.targets.model.tensor_parallel import SingleRank
+from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
+from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 from manta.drafter.compute.layers.linear import RMSNorm
 from support.checkpoints.families import FAMILIES
-from support.checkpoints.tiny import TINY_VOCAB, make_tiny_target
-from support.oracles.decoder_requests import computed, load, oracle, weights_of
+from support.checkpoints.tiny import TINY_VOCAB, make_tiny_target, transformers_model
+from support.oracles.decoder_requests import MAX_LEN, TAPS, computed, load, oracle, weights_of
 
 VARIANTS: dict[str, tuple[str, dict]] = {
     **{family: (family, {}) for family in FAMILIES},
@@ -58,6 +62,25 @@ def test_logits_of_every_row_equal_transformers_in_chunks_and_batches(checkpoint
     for tokens, logits in zip(requests.tokens, requests.logits, strict=True):
         expected, _ = oracle(checkpoint, tokens)
         torch.testing.assert_close(torch.cat(logits), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")
+@pytest.mark.parametrize("family", ["gemma3", "qwen3"])
+def test_the_compiled_pass_is_as_near_to_fp32_as_transformers_in_bf16(family: str, tmp_path: Path) -> None:
+    folder = make_tiny_target(tmp_path, family, seed=11, hidden_size=64, head_dim=32)
+    backend = FusedCpuBackend(2)
+    model = Decoder(weights_of(folder, torch.bfloat16), TAPS, MAX_LEN, SingleRank(), backend)
+    requests, theirs = (
+        computed(model, batch=backend.attention_batch),
+        transformers_model(folder, torch.bfloat16),
+    )
+    errors = [
+        torch.stack((torch.cat(logits).float() - exact, theirs(torch.tensor([tokens])).logits[0] - exact))
+        for tokens, logits in zip(requests.tokens, requests.logits, strict=True)
+        for exact in (oracle(folder, tokens)[0],)
+    ]
+    ours, reference = torch.cat(errors, dim=1).square().mean((1, 2)).sqrt().tolist()
+    assert ours < 1.1 * reference
 
 
 @pytest.mark.one_in(2)

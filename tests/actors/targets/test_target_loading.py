@@ -220,6 +220,27 @@ def test_dtype_auto_on_a_cpu_is_bf16_if_native_and_exact(
     assert plan_load(settings(tiny_qwen3, device="cpu")).dtype is torch.float32
 
 
+def test_gemma_3_is_computed_in_bf16_as_its_file_says_and_another_dtype_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu_autotune, "measured", lambda _: {})
+    monkeypatch.setattr(backends, "rows_are_invariant", lambda *_, **__: False)
+    monkeypatch.setattr(compiled_backend, "bf16_instructions", lambda: Instructions.AMX)
+    caplog.set_level("INFO")
+
+    def chosen(name: str, **sizes: int) -> tuple[torch.dtype, str]:
+        folder = make_tiny_target(tmp_path / name, "gemma3", **sizes)
+        plan = plan_load(
+            settings(changed(folder, tmp_path / f"{name} bf16", dtype="bfloat16"), dtype="auto", device="cpu")
+        )
+        return plan.dtype, plan.attention_backend
+
+    assert chosen("even", hidden_size=64, head_dim=32) == (torch.bfloat16, "compiled")
+    assert not caplog.messages
+    assert chosen("odd", hidden_size=72) == (torch.float32, "torch")
+    assert "bfloat16 is computed in float32, because attention_backend=compiled needs sizes" in caplog.text
+
+
 def test_the_page_size_depends_on_the_device(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def page_size(**changes: object) -> int:
         return plan_load(settings(tiny_qwen3, **changes)).page_size

@@ -60,10 +60,10 @@ def make_tiny_target(
     return folder
 
 
-def transformers_model(folder: Path, **how: object) -> PreTrainedModel:
+def transformers_model(folder: Path, dtype: torch.dtype = torch.float32, **how: object) -> PreTrainedModel:
     """transformers' model of a checkpoint folder; its Auto classes lack some multimodal ones."""
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
-    return getattr(transformers, name).from_pretrained(folder, dtype=torch.float32, **how)
+    return getattr(transformers, name).from_pretrained(folder, dtype=dtype, **how)
 
 
 def tiny_training_config() -> Qwen3Config:

@@ -118,6 +118,13 @@ PAIRS: dict[str, PairSpec] = {
     "qwen3 in bf16": PairSpec("qwen3", COMPILED, short=_every_engine(1)),
     "llama in bf16": PairSpec("llama", COMPILED, short=[(AHEAD, 3)]),
     "mistral in bf16": PairSpec("mistral", COMPILED, short=[(SHIPPED, 15)]),
+    "gemma3 in bf16": PairSpec(
+        "gemma3",
+        COMPILED,
+        target={"hidden_size": 64},
+        has_trees=True,
+        short=[(AHEAD, 15), (CHUNKS, TREES[0])],
+    ),
     "qwen3 by DFlash2": PairSpec("qwen3", heads=("second",), short=[(CHUNKS, 3), (AHEAD, 15)]),
     "qwen3 by a selector": PairSpec(
         "qwen3", EAGER, heads=("selector",), has_trees=True, short=[(CHUNKS, TREES[0])]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.backend import Backend, PlacedRows
 from manta.drafter.compute.block_weights import AttentionShape, BlockWeights, DenseMLP
 from manta.drafter.compute.draft_trees import positions_of
-from manta.drafter.compute.layers.linear import RMSNorm
+from manta.drafter.compute.layers.linear import Activation, RMSNorm
 from manta.drafter.compute.layers.rope import RopeConfig, RotaryEmbedding
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
 from torch import Tensor
@@ -34,8 +35,10 @@ class Numbers:
         numbers = (scale * torch.randn(shape, generator=self.generator)).bfloat16()
         return numbers.to(self.device, self.dtype)
 
-    def norm(self, size: int) -> RMSNorm:
-        return RMSNorm(1 + self.tensor(size, scale=0.1), EPS)
+    def norm(self, size: int, *, is_fp32: bool = False) -> RMSNorm:
+        """Return a norm; one in fp32 has weights that bf16 does not represent."""
+        weight = 1 + self.tensor(size, scale=0.1)
+        return RMSNorm(weight.float() + 2.0**-12 if is_fp32 else weight, EPS)
 
     def rope(self, head_dim: int, theta: float = 1e4) -> RotaryEmbedding:
         config = RopeConfig(head_dim, theta, "default", {})
@@ -79,7 +82,12 @@ def placed_rows(
 
 @dataclass(frozen=True)
 class StackShape:
-    """Sizes and features of a stack, with one layer for each window."""
+    """Sizes and features of a stack, with one layer for each window.
+
+    Attributes:
+        norms_after: what attention and MLP add is normed.
+        thetas: of the layers' rotations, in turn.
+    """
 
     heads: tuple[int, int, int] = (4, 2, 64)  # Q, K, D
     hidden: int = 192
@@ -90,6 +98,10 @@ class StackShape:
     windows: tuple[int | None, ...] = (None, None)
     scale: float = 0.125
     page_size: int = 16
+    norms_after: bool = False
+    fp32_norms: bool = False
+    activation: Activation = "silu"
+    thetas: tuple[float, ...] = (1e4,)
 
 
 class RandomStack:
@@ -106,25 +118,34 @@ class RandomStack:
     ) -> None:
         self.backend, self.dtype, self.shape, self.pages_RP = backend, dtype, shape, pages_RP
         self.numbers = Numbers(dtype)
-        rope = self.numbers.rope(shape.heads[2])
-        blocks = [self._block(rope, window) for window in shape.windows]
-        self._stack = backend.stack(blocks, self.numbers.norm(shape.hidden), taps)
+        ropes = [self.numbers.rope(shape.heads[2], theta) for theta in shape.thetas]
+        blocks = [
+            self._block(rope, window) for rope, window in zip(cycle(ropes), shape.windows, strict=False)
+        ]
+        self._stack = backend.stack(blocks, self._norm(shape.hidden), taps)
 
     def _block(self, rope: RotaryEmbedding, window: int | None) -> tuple[AttentionShape, BlockWeights]:
-        of, numbers = self.shape, self.numbers
+        of = self.shape
         num_q, num_kv, dim = of.heads
-        q_norm, k_norm = (numbers.norm(dim).weight_H if of.normed else None for _ in "qk")
+        q_norm, k_norm = (self._norm(dim).weight_H if of.normed else None for _ in "qk")
         sizes = (num_q, num_kv, dim, dim)
         shape = AttentionShape(*sizes, q_norm, k_norm, EPS, rope, of.scale, of.causal, window)
         return shape, BlockWeights(
-            attention_norm=numbers.norm(of.hidden),
+            attention_norm=self._norm(of.hidden),
             qkv=self._linear((num_q + 2 * num_kv) * dim, of.hidden),
             o=self._linear(of.hidden, num_q * dim),
-            mlp_norm=numbers.norm(of.hidden),
+            attention_out_norm=self._norm(of.hidden) if of.norms_after else None,
+            mlp_norm=self._norm(of.hidden),
             mlp=DenseMLP(
-                gate_up=self._linear(2 * of.inner, of.hidden), down=self._linear(of.hidden, of.inner)
+                gate_up=self._linear(2 * of.inner, of.hidden),
+                activation=of.activation,
+                down=self._linear(of.hidden, of.inner),
             ),
+            mlp_out_norm=self._norm(of.hidden) if of.norms_after else None,
         )
+
+    def _norm(self, size: int) -> RMSNorm:
+        return self.numbers.norm(size, is_fp32=self.shape.fp32_norms)
 
     def _linear(self, outputs: int, inputs: int):
         bias = self.numbers.tensor(outputs) if self.shape.biased else None

@@ -34,6 +34,7 @@ from ...cpu_numba.llvm_intrinsics import (
     spread,
     store,
     widen,
+    widened,
 )
 
 
@@ -116,14 +117,32 @@ def _emit_finish(builder, args, *, adds: bool):
         store(builder, rounded_lanes(builder, value), at(builder, target, (half, 32)))
 
 
-def _emit_gate(builder, args):
+def _emit_gate(builder, args, activate: Callable[[Any, Value], Value]):
     sums, target = args
     gate, up = (load(builder, at(builder, sums, (half, 64)), FLOATS) for half in (0, 1))
-    # silu is 0 below -80 in fp32's precision, and e^80 is finite.
-    gate = builder.select(builder.fcmp_ordered("<", gate, lanes(-80.0)), lanes(-80.0), gate)
-    power = builder.fmul(gate, lanes(-1.4426950408889634))
-    silu = builder.fmul(gate, _reciprocal(builder, builder.fadd(_exp2(builder, power), lanes(1.0))))
-    store(builder, rounded_lanes(builder, builder.fmul(silu, up)), target)
+    store(builder, rounded_lanes(builder, builder.fmul(activate(builder, gate), up)), target)
+
+
+def _silu(builder: Any, x: Value) -> Value:
+    x = _at_least(builder, x, -80.0)  # below, it is 0 in fp32's precision, and e^80 is finite
+    return builder.fmul(x, _sigmoid(builder, x))
+
+
+def _gelu_tanh(builder: Any, x: Value) -> Value:
+    """Return x (1 + tanh(u)) / 2 = x sigmoid(2 u), where u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    x = _at_least(builder, x, -9.0)  # below, it is 0 in fp32's precision, and e^(-2 u) is finite
+    cube = builder.fmul(builder.fmul(x, x), builder.fmul(x, lanes(0.044715)))
+    return builder.fmul(x, _sigmoid(builder, builder.fmul(builder.fadd(x, cube), lanes(1.5957691216057308))))
+
+
+def _at_least(builder: Any, x: Value, bound: float) -> Value:
+    return builder.select(builder.fcmp_ordered("<", x, lanes(bound)), lanes(bound), x)
+
+
+def _sigmoid(builder: Any, x: Value) -> Value:
+    """Return 1 / (1 + e^-x) of x >= -80."""
+    power = builder.fmul(x, lanes(-1.4426950408889634))
+    return _reciprocal(builder, builder.fadd(_exp2(builder, power), lanes(1.0)))
 
 
 def _reciprocal(builder: Any, x: Value) -> Value:
@@ -155,14 +174,18 @@ def _inverse_rms(builder: Any, x: Value, count: Value, eps: Value) -> Value:
     return builder.bitcast(spread(builder, inverse), FLOATS)
 
 
-def _emit_norm(builder, args):
+def _emit_norm(builder, args, *, adds: bool):
     x, weight, target, count, eps = args
     scale = _inverse_rms(builder, x, count, eps)
     with cgutils.for_range(builder, count) as loop:
         place = (loop.index, 32)
         value = builder.fmul(widen(builder, at(builder, x, place)), scale)
-        value = builder.fmul(value, widen(builder, at(builder, weight, place)))
-        store(builder, rounded_lanes(builder, value), at(builder, target, place))
+        value = builder.fmul(value, load(builder, at(builder, weight, (loop.index, 64)), FLOATS))
+        value = rounded_lanes(builder, value)
+        if adds:
+            sums = builder.fadd(widened(builder, value), widen(builder, at(builder, target, place)))
+            value = rounded_lanes(builder, sums)
+        store(builder, value, at(builder, target, place))
 
 
 def _emit_rotate(builder, args, *, norms: bool):
@@ -172,7 +195,8 @@ def _emit_rotate(builder, args, *, norms: bool):
         places = [[(loop.index, 32)], [(loop.index, 32), (half, 32)]]
         first, second = (widen(builder, at(builder, x, *place)) for place in places)
         if scale is not None:
-            weights = [widen(builder, at(builder, weight, *place)) for place in places]
+            weight_places = [[(loop.index, 64)], [(loop.index, 64), (half, 64)]]
+            weights = [load(builder, at(builder, weight, *place), FLOATS) for place in weight_places]
             first, second = (
                 builder.fmul(builder.fmul(value, scale), factor)
                 for value, factor in zip((first, second), weights, strict=True)
@@ -315,12 +339,15 @@ copy_lines = procedure(3, _emit_copy)
 finish = procedure(2, lambda builder, args: _emit_finish(builder, args, adds=False))
 # (sums, residual, target): round 32 fp32 + 32 bf16 to bf16.
 finish_added = procedure(3, lambda builder, args: _emit_finish(builder, args, adds=True))
-# (sums, target): silu(gate) * up of 16 fp32 of gate, 16 of up, rounded to bf16.
-finish_gated = procedure(2, _emit_gate)
-# (x, weight, target, count, eps): RMSNorm of 16 `count` bf16; `eps` is the address of an fp32.
-norm = procedure(5, _emit_norm)
-# (x, weight, cos, sin, half, eps): RMSNorm of 32 `half` bf16, and their rotation (`layers.RotaryEmbedding`),
-# in place; `rotate` skips the norm.
+# (sums, target): activation(gate) * up of 16 fp32 of gate, 16 of up, rounded to bf16.
+finish_silu = procedure(2, lambda builder, args: _emit_gate(builder, args, _silu))
+finish_gelu = procedure(2, lambda builder, args: _emit_gate(builder, args, _gelu_tanh))
+# (x, weight, target, count, eps): RMSNorm of 16 `count` bf16; `weight` is fp32, `eps` the address of an fp32.
+norm = procedure(5, lambda builder, args: _emit_norm(builder, args, adds=False))
+# The same, rounded to bf16, is added to `target`.
+add_norm = procedure(5, lambda builder, args: _emit_norm(builder, args, adds=True))
+# (x, weight, cos, sin, half, eps): RMSNorm of 32 `half` bf16 with weights in fp32, and their rotation
+# (`layers.RotaryEmbedding`), in place; `rotate` skips the norm.
 norm_rotate = procedure(6, lambda builder, args: _emit_rotate(builder, args, norms=True))
 rotate = procedure(6, lambda builder, args: _emit_rotate(builder, args, norms=False))
 # (scores, count, low, high, scale, totals): replace `count` rows (a multiple of 4) of 16 fp32 lanes by
