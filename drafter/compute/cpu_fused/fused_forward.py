@@ -54,8 +54,8 @@ _OWN_NORMS = 32  # rows up to which every thread norms all of them
 _PASS = record_dtype(
     """
     team task threads work shares layers num_layers hidden num_heads num_kv head_dim inner first_norm
-    num_taps x normed taps positions slots kv plane_bytes page_size num_requests first rows pages num_pages paths
-    depth qkv attended gated added scratch scratch_bytes
+    num_taps x normed taps positions slots kv plane_bytes page_size num_requests first rows pages num_pages
+    paths depth qkv attended gated added scratch scratch_bytes
     """,
     "eps",
     "out_eps",
