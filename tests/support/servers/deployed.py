@@ -76,10 +76,20 @@ class Cluster:
         return sum(log.read_text(errors="replace").count(words) for log in logs)
 
     def replicas(self) -> dict[str, float]:
-        """Return the tokens that each replica has generated, by the server's own metrics."""
-        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=10).text)
-        (tokens,) = (family for family in families if family.name == "vllm:generation_tokens")
-        return {s.labels["replica"]: s.value for s in tokens.samples if s.name.endswith("_total")}
+        """Return the tokens that each replica has generated, by the server's own metrics.
+
+        Waits while an answer has none of them, as when no replica could be read.
+        """
+        found: dict[str, float] = {}
+
+        def scrape() -> bool:
+            families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=10).text)
+            samples = (s for each in families if each.name == "vllm:generation_tokens" for s in each.samples)
+            found.update({s.labels["replica"]: s.value for s in samples if s.name.endswith("_total")})
+            return bool(found)
+
+        wait_until(scrape, what="/metrics names no replica", poll_s=0.1)
+        return found
 
     def ask(self, body: Mapping[str, Any] = BODY) -> str:
         """Return the text of a stream, or its error."""
