@@ -128,6 +128,7 @@ class ChatModel:
         *,
         required: bool,
         strict: Collection[str] = (),
+        are_some: bool = False,
         parallel: bool = True,
         continued: str | None = None,
     ) -> StructuredOutputsParams | None:
@@ -137,6 +138,7 @@ class ChatModel:
             constrained: the requested constraint of the text.
             required: at least one call is required, and so no text.
             strict: tools whose calls must fit their schemas.
+            are_some: the request has other tools, too, which must not be called.
             parallel: several calls may follow each other.
             continued: the message that the response continues, if any.
         """
@@ -146,7 +148,8 @@ class ChatModel:
             and not required
         ):
             return constrained
-        if not (required or strict or constrained is not None):
+        is_optional = not required and constrained is None
+        if is_optional and not (strict or (are_some and schemas)):
             return None
         if not required and constrained is not None and constrained.structural_tag is not None:
             # Tags describe a whole text, with the calls in it.
@@ -154,6 +157,8 @@ class ChatModel:
         reasoning, after = self._expected_reasoning(prompt, continued)
         if not required and not schemas and reasoning.format is None:
             return constrained
+        if is_optional:
+            schemas = {name: schema if name in strict else {} for name, schema in schemas.items()}
         grammar = AnswerGrammar(self.calls, schemas, self.mark_ids, reasoning, strict)
         if required:
             lark = grammar.forced(several=parallel)

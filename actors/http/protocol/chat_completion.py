@@ -402,6 +402,7 @@ def chat_params(chat: ChatModel, body: ChatRequest, params: SamplingParams, prom
         params.structured_outputs,
         required=body.choice == "required",
         strict={tool.name for tool in body.available_tools if tool.strict},
+        are_some=len(body.offered_tools) < len(body.tools or ()),
         parallel=not is_named and body.parallel_tool_calls is not False,
         continued=body.continued,
     )

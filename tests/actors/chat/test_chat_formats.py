@@ -147,6 +147,17 @@ def test_calls_of_strict_tools_fit_their_schemas_with_auto(takes: Callable[[str,
         assert takes(lark, text) == allowed, text
 
 
+def test_only_allowed_tools_are_called_with_auto(takes: Callable[[str, str], bool]) -> None:
+    model = ChatModel.of(byte_tokenizer(HERMES))
+    allowed = {"now": {**SCHEMAS["now"], "uniqueItems": True}}
+    found = model.constraint("", allowed, None, required=False, are_some=True)
+    assert found is not None and not found.left_out
+    _, lark = written_grammar(found)
+    now = '<tool_call>\n{"name": "now", "arguments": {"any": 1}}\n</tool_call>'
+    assert takes(lark, "Hello.") and takes(lark, f"I look.\n{now}") and not takes(lark, CALLED["hermes"])
+    assert model.constraint("", {}, None, required=False, are_some=True) is None  # tool_choice is none
+
+
 @pytest.mark.parametrize("required", [[], ["a"], ["b"], ["a", "b"]])
 def test_optional_arguments_may_be_omitted(
     tokenizer: Tokenizer, takes: Callable[[str, str], bool], required: list[str]
