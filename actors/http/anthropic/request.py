@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from ....cluster.errors import RequestError
 from ..generation.chat_adapter import SupportedOptions, chat_request, rename_error_fields
 from ..protocol.chat_completion import ChatRequest
-from ..protocol.tool_outputs import TranslatedMessages, output_text, readable_text, required_text
+from ..protocol.tool_outputs import TranslatedMessages, content_of, output_text, readable_text, required_text
 from ..wire.json_io import Integer, JsonObject, Number
 from ..wire.request_model import RequestModel, unread_keys
 from .tools import AnthropicTool, own_tool
@@ -224,7 +224,7 @@ def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]
     """Return the conversation of a request. `messages`: role (user, assistant, system) and content."""
     found = TranslatedMessages()
     if system:
-        found.add({"role": "system", "content": _text_of(system, "system")}, "system")
+        found.add({"role": "system", "content": _content(system, "system")}, "system")
         _name_unread(found, system, "system")
     for i, (role, content) in enumerate(messages):
         at = f"messages.{i}"
@@ -232,7 +232,7 @@ def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]
         if role == "user":
             _read_user(found, blocks, at)
         elif role == "system":
-            found.add({"role": role, "content": _text_of(content, f"{at}.content")}, at)
+            found.add({"role": role, "content": _content(content, f"{at}.content")}, at)
             _name_unread(found, blocks)
         else:
             _read_assistant(found, blocks, at)
@@ -248,7 +248,7 @@ def _read_user(found: TranslatedMessages, blocks: Sequence[Mapping[str, Any]], a
 
     def flush_text() -> None:
         if texts:
-            found.add({"role": "user", "content": "\n".join(texts)}, at)
+            found.add({"role": "user", "content": content_of(texts)}, at)
             texts.clear()
 
     for i, block in enumerate(blocks):
@@ -275,8 +275,9 @@ def _result(block: Mapping[str, Any], at: str) -> JsonObject:
 
 
 def _read_assistant(found: TranslatedMessages, blocks: Sequence[Mapping[str, Any]], at: str) -> None:
-    """Add one message. Adjacent texts are joined by newlines; those around a call are one text."""
+    """Add one message. Adjacent texts are parts of it; those around a call are one text."""
     message: JsonObject = {"role": "assistant", "content": ""}
+    texts: list[str] = []
     before = None
     for i, block in enumerate(blocks):
         where = f"{at}.content.{i}"
@@ -288,13 +289,14 @@ def _read_assistant(found: TranslatedMessages, blocks: Sequence[Mapping[str, Any
         elif kind == "tool_use":
             message.setdefault("tool_calls", []).append(_call(block, where))
         elif (text := _answer_text(block, where)) is not None:
-            message["content"] += ("\n" if before == "text" else "") + text
+            texts[-1:] = [*texts[-1:], text] if before == "text" else ["".join([*texts[-1:], text])]
             kind = "text"
         else:
             found.skip(f"messages.{kind}")
             continue
         _name_unread(found, [block])
         before = kind
+    message["content"] = content_of(texts)
     if len(message) > 2 or message["content"] or not blocks:
         found.add(message, at)
 
@@ -321,12 +323,12 @@ def _call(block: Mapping[str, Any], at: str) -> JsonObject:
     return {"id": required_text(block, "id", at), "type": "function", "function": function}
 
 
-def _text_of(content: Any, at: str) -> str:  # Any: JSON.
+def _content(content: Any, at: str) -> str | list[JsonObject]:  # Any: JSON.
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
         raise RequestError(f"{at} must be a string or a list of blocks.", param=at)
-    return "\n".join(_text(block, f"{at}.{i}") for i, block in enumerate(content))
+    return content_of([_text(block, f"{at}.{i}") for i, block in enumerate(content)])
 
 
 def _text(block: Mapping[str, Any], at: str) -> str:

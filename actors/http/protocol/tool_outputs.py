@@ -6,11 +6,12 @@ documents are converted to text, images and files to a placeholder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ....cluster.errors import RequestError
+from ...tokenization.client_messages import text_parts
 from ..wire.json_io import JsonObject
 
 MAX_KIND_CHARS = 60
@@ -48,6 +49,13 @@ def required_text(part: Mapping[str, Any], name: str, at: str) -> str:  # Any: J
     if not isinstance(value, str):
         raise RequestError(f"{at}.{name} must be a string.", param=f"{at}.{name}")
     return value
+
+
+def content_of(texts: Sequence[str]) -> str | list[JsonObject]:
+    """Return a message's content: its text, or text parts if it has several."""
+    if len(texts) < 2:
+        return "".join(texts)
+    return [part for text in texts for part in text_parts(text)]
 
 
 # Any: JSON.

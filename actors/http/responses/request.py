@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, Field
 from ....cluster.errors import RequestError
 from ..generation.chat_adapter import SupportedOptions, chat_request, rename_error_fields
 from ..protocol.chat_completion import ChatRequest
-from ..protocol.tool_outputs import TranslatedMessages, output_text, required_text
+from ..protocol.tool_outputs import TranslatedMessages, content_of, output_text, required_text
 from ..wire.json_io import Integer, JsonObject
 from ..wire.request_model import RequestModel, unread_keys, without_nulls
 from .tools import INPUT, ClientTools, flat_name
@@ -222,6 +222,7 @@ def read_items(instructions: str | None, items: Sequence[Mapping[str, Any]]) -> 
 class _Reader:
     def __init__(self) -> None:
         self.conversation = TranslatedMessages()
+        self._unanswered: dict[str, str] = {}  # names of calls without an output so far, by id
 
     def read(self, item: Mapping[str, Any], at: str) -> None:
         item = without_nulls(item)
@@ -236,7 +237,8 @@ class _Reader:
         elif kind in NAMED_CALLS or (kind.endswith("_call") and _call_id(item)):
             self._read_call(kind, item, at)
         elif kind in TEXT_OUTPUTS or (kind.endswith("_call_output") and _call_id(item)):
-            id = _call_id(item) or required_text(item, "call_id", at)
+            id = _call_id(item) or self._answered_call(item, at)
+            self._unanswered.pop(id, None)
             self.conversation.add({"role": "tool", "tool_call_id": id, "content": _output(item, at)}, at)
         else:
             self.conversation.skip(f"input.{kind}")
@@ -250,30 +252,46 @@ class _Reader:
                     self.conversation.note_unknown(f"input.{field}.{name}")
 
     def _read_message(self, item: Mapping[str, Any], at: str) -> None:
-        role, text = item.get("role"), text_of(item.get("content"), f"{at}.content")
+        role, texts = item.get("role"), texts_of(item.get("content"), f"{at}.content")
         if role not in ROLES:
             raise RequestError(f"{at}.role must be one of {', '.join(ROLES)}.", param=f"{at}.role")
         if role == "assistant":
-            self._read_text(text, at)
+            self._read_texts(texts, at)
         else:
-            self.conversation.add({"role": role, "content": text}, at)
+            self.conversation.add({"role": role, "content": content_of(texts)}, at)
 
-    def _read_text(self, text: str, at: str) -> None:
-        """Add text. Text after a call continues the text before it."""
+    def _read_texts(self, texts: list[str], at: str) -> None:
+        """Add texts. A text after a call continues the text before it."""
         messages = self.conversation.messages
         if messages and messages[-1].get("tool_calls"):
-            messages[-1]["content"] += text
+            *before, last = texts_of(messages[-1]["content"], at)
+            messages[-1]["content"] = content_of([*before, last + "".join(texts[:1]), *texts[1:]])
         else:
-            self._answer(at, without=PARTS[1:])["content"] = text
+            self._answer(at, without=PARTS[1:])["content"] = content_of(texts)
 
     def _read_call(self, kind: str, item: Mapping[str, Any], at: str) -> None:
         name = required_text(item, "name", at) if kind in NAMED_CALLS else kind.removesuffix("_call")
         function = {"name": flat_name(item.get("namespace"), name), "arguments": _arguments(kind, item)}
-        call = {"id": required_text(item, "call_id", at), "type": "function", "function": function}
+        id = required_text(item, "call_id", at)
+        self._unanswered[id] = name
+        call = {"id": id, "type": "function", "function": function}
         calls = self._answer(at).setdefault("tool_calls", [])
         place = f"messages.{len(self.conversation.messages) - 1}.tool_calls.{len(calls)}"
         self.conversation.names |= {f"{place}.function": at, place: at}
         calls.append(call)
+
+    def _answered_call(self, item: Mapping[str, Any], at: str) -> str:
+        """Return the call of an output that names none. Raises RequestError unless it can be of one only."""
+        if item.get("call_id") is not None:
+            return required_text(item, "call_id", at)
+        found = [id for id, name in self._unanswered.items() if item.get("name") in (None, name)]
+        if len(found) != 1:
+            raise RequestError(
+                f"{at}.call_id is needed: {len(found)} calls before this output have none. Send the id of "
+                "its call.",
+                param=f"{at}.call_id",
+            )
+        return found[0]
 
     def _answer(self, at: str, without: Sequence[str] = ()) -> JsonObject:
         """Return the answer's message that an item is part of; a new one if it has any of `without`."""
@@ -294,12 +312,13 @@ def _read_keys(kind: str) -> tuple[str, ...]:
     return "call_id", "name", "namespace", "arguments", "input", "action", "operation", "environment"
 
 
-def text_of(content: Any, at: str) -> str:  # Any: JSON.
+def texts_of(content: Any, at: str) -> list[str]:  # Any: JSON.
+    """Return the text, or the texts of its parts."""
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
         raise RequestError(f"{at} must be a string or a list of parts.", param=at)
-    return "\n".join(_part(part, f"{at}.{i}") for i, part in enumerate(content))
+    return [_part(part, f"{at}.{i}") for i, part in enumerate(content)]
 
 
 def _part(part: Any, at: str) -> str:

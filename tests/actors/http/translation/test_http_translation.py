@@ -51,6 +51,10 @@ def said(chat: ChatRequest) -> list[dict[str, Any]]:
     return [{k: v for k, v in each.items() if k not in ("reasoning", "thinking")} for each in shown]
 
 
+def parts(*texts: str, kind: str = "text") -> list[dict[str, Any]]:
+    return [{"type": kind, "text": text} for text in texts]
+
+
 def items(*given: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a turn with a call, as a client returns it."""
     return [
@@ -160,7 +164,7 @@ def test_tool_results_are_read_or_named_in_every_form(returned: Any, text: str) 
 def test_a_users_documents_are_read_and_images_are_refused() -> None:
     document = {"type": "document", "title": "t", "source": SOURCE}
     chat = messages(messages=[{"role": "user", "content": [document, {**TEXT, "text": "So?"}]}])
-    assert said(chat) == [{"role": "user", "content": "t\npage\nSo?"}]
+    assert said(chat) == [{"role": "user", "content": parts("t\npage", "So?")}]
     for block in (IMAGE, {**document, "source": IMAGE["source"]}):
         with pytest.raises(RequestError, match="This model reads text") as refused:
             messages(messages=[{"role": "user", "content": [TEXT, block]}])
@@ -313,7 +317,7 @@ def test_blocks_of_anthropics_servers_are_skipped_and_named_and_texts_are_kept()
     }
     read = MessagesRequest.model_validate(body).conversation()
     assert sorted(read.skipped) == sorted(f"messages.{kind}" for kind in named)
-    assert [message["content"] for message in read.messages] == ["x", "a\nb", "Before that, x."]
+    assert [message["content"] for message in read.messages] == ["x", parts("a", "b"), "Before that, x."]
     of_user = [
         each for each in blocks if each["type"] not in ("image", "document", "search_result", "tool_result")
     ]
@@ -527,3 +531,48 @@ def test_errors_name_the_fields_of_the_original_body(make: Any, body: dict[str, 
     with pytest.raises(RequestError) as refused:
         make(**body)
     assert refused.value.param == param and refused.value.message
+
+
+def test_texts_of_a_message_stay_parts_on_every_api() -> None:
+    texts = ("a", "b")
+    chat = ChatRequest.model_validate(
+        {"messages": [{"role": role, "content": parts(*texts)} for role in ("system", "user", "assistant")]}
+    )
+    of_responses = responses(
+        input=[
+            {"role": "system", "content": parts(*texts, kind="input_text")},
+            {"role": "user", "content": parts(*texts, kind="input_text")},
+            {"role": "assistant", "content": parts(*texts, kind="output_text")},
+        ]
+    )
+    of_messages = messages(
+        system=parts(*texts),
+        messages=[{"role": role, "content": parts(*texts)} for role in ("user", "assistant")],
+    )
+    assert said(of_responses) == said(of_messages) == said(chat)
+    assert [each["content"] for each in said(chat)] == [parts(*texts)] * 3
+
+
+def test_texts_around_a_call_are_one() -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    answers = [{"role": "assistant", "content": parts(*each, kind="output_text")} for each in ("ab", "cd")]
+    chat = responses(input=[USER, answers[0], call, answers[1]])
+    assert said(chat)[1]["content"] == parts("a", "bc", "d")
+    use = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
+    content = [*parts("a", "b"), use, *parts("c", "d")]
+    anthropic = messages(messages=[USER, {"role": "assistant", "content": content}, USER])
+    assert said(anthropic)[1]["content"] == parts("a", "bc", "d")
+
+
+def test_an_output_without_a_call_id_is_that_of_the_only_call_without_one() -> None:
+    calls = [
+        {"type": "function_call", "call_id": f"c{i}", "name": name, "arguments": "{}"}
+        for i, name in enumerate("fg")
+    ]
+    f, g = ({"type": "function_call_output", "output": "x", "name": name} for name in "fg")
+    read = responses(input=[USER, *calls, g, {**f, "call_id": None, "name": None}])
+    assert [each["tool_call_id"] for each in said(read) if each["role"] == "tool"] == ["c1", "c0"]
+    for wrong in ([*calls, {**f, "name": None}], [f], [calls[0], f, f]):
+        with pytest.raises(RequestError, match=r"call_id is needed") as refused:
+            responses(input=[USER, *wrong])
+        assert refused.value.param == f"input.{len(wrong)}.call_id"
