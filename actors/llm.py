@@ -6,6 +6,7 @@ Only a topology of several processes (tensor parallel, split drafter) starts Ray
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -23,13 +24,16 @@ from .engine.output_streams import processing_failure
 from .engine.outputs import RequestOutput
 from .engine.speculation_cache import SpeculationCache
 from .engine.uniproc_executor import make_executor
-from .http.protocol.chat_completion import ChatTemplateOptions, Messages, conversation
+from .http.protocol.chat_completion import ChatTemplateOptions, Messages, conversation, unused_fields
+from .http.wire.request_model import unknown_fields
 from .structured_outputs.grammar_frontend import GrammarFrontend
 from .system.wait_messages import counting_on_terminal
 from .tokenization.client_messages import Message, without_surrogates
 from .tokenization.prompts import Chat, EncodedPrompt, Prompt, SeedSource, encode_prompt, load_tokenizer
 from .tokenization.special_tokens import map_texts
 from .tokenization.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -140,7 +144,10 @@ class LLM:
             "tools": tools,
             "chat_template": chat_template,
         }
-        prompts = [ChatPrompt.read(each, self.tokenizer, **options) for each in conversations]  # type: ignore[arg-type]
+        read = [ChatPrompt.read(each, **options) for each in conversations]  # type: ignore[arg-type]
+        if names := {name: None for each in read for name in each.without_effect(self.tokenizer)}:
+            logger.warning("Neither chat nor the chat template reads %s", ", ".join(names))
+        prompts = [conversation(each, each.messages, self.tokenizer) for each in read]
         return self.generate(
             prompts, sampling_params, use_tqdm=use_tqdm, max_draft_tokens=max_draft_tokens, trace=trace
         )
@@ -268,15 +275,19 @@ class ChatPrompt(ChatTemplateOptions):
     messages: Messages
 
     @classmethod
-    def read(cls, messages: Sequence[Message], tokenizer: Tokenizer | None, **options: Any) -> Chat:
-        """Return the chat, validated like a request body. Raises RequestError."""
+    def read(cls, messages: Sequence[Message], **options: Any) -> ChatPrompt:
+        """Validate messages and options like a request body. Raises RequestError."""
         try:
-            given = cls.model_validate({"messages": _as_dicts(messages), **options})
+            return cls.model_validate({"messages": _as_dicts(messages), **options})
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise RequestError(f"{where}: {first['msg']}.", param=where) from None
-        return conversation(given, given.messages, tokenizer)
+
+    def without_effect(self, tokenizer: Tokenizer | None) -> list[str]:
+        """Return dotted names of fields that nothing reads."""
+        unused = [] if tokenizer is None else unused_fields(self, self.messages, tokenizer)
+        return [*unused, *unknown_fields(self)]
 
 
 def _as_dicts(messages: object) -> object:

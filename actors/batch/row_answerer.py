@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -143,7 +144,7 @@ class RowAnswerer:
             record = record_of(row, self._layout)
             category = category_of(record, self._layout)
             request = read_request(record, self._layout, self._generation, name)
-            answer, parser_factory, prompt_parts = await self._complete(name, request)
+            request, answer, parser_factory, prompt_parts = await self._complete(name, request)
             result = self._success(request, answer, parser_factory, prompt_parts)
             result |= passed_through(record, self._columns, _line(row, self._layout))
         except EngineDeadError:
@@ -168,22 +169,22 @@ class RowAnswerer:
 
     async def _complete(
         self, name: str, request: RowRequest
-    ) -> tuple[RequestOutput, AnswerParserFactory, PromptParts]:
-        body, engine, params, parser_factory = request.body, self._engine, request.params, PLAIN
+    ) -> tuple[RowRequest, RequestOutput, AnswerParserFactory, PromptParts]:
+        """Return the request as the engine got it, with its answer and what reads it."""
+        body, engine, parser_factory = request.body, self._engine, PLAIN
         if isinstance(body, ChatRequest):
             check_tools(self._chat, body)
             given = conversation(body, body.messages, engine.tokenizer)
         else:
             given = body.prompts()[0]
         prompt = await engine.encoder.prompt(given, truncate=body.truncate_prompt_tokens)
-        params = self._chat.with_thinking_budget(params, prompt.text or "")
         if isinstance(body, ChatRequest):
             parser_factory = reading_of(self._chat, body, prompt.text or "")
-            params = chat_params(self._chat, body, params, prompt.text or "")
+        request = with_formats(request, self._chat, prompt.text or "")
         answer = await engine.complete(
             f"{self._prefix}{name}" if self._prefix else f"batch-{next(self._ids)}",
             prompt,
-            await engine.encoder.bad_words(params),
+            await engine.encoder.bad_words(request.params),
             max_draft_tokens=body.speculative.max_draft_tokens,
             background=self._background,
             cache_salt=self._caller.salt(body.cache_salt),
@@ -192,6 +193,7 @@ class RowAnswerer:
         if body.echoes_only:
             answer = without_answer(answer)
         return (
+            request,
             answer,
             parser_factory,
             await PromptParts.of(body, prompt, answer.prompt_logprobs_state, engine.tokenizer),
@@ -298,8 +300,19 @@ def _line(row: Row, layout: RowSchema) -> str | None:
     return row.record["text"] if layout.lines else None
 
 
+def with_formats(request: RowRequest, chat: ChatModel, prompt: str) -> RowRequest:
+    """Add what the model's formats need for the answer to a prompt. Raises RequestError."""
+    params = chat.with_thinking_budget(request.params, prompt)
+    if isinstance(request.body, ChatRequest):
+        params = chat_params(chat, request.body, params, prompt)
+    return replace(request, params=params)
+
+
 def ignored_fields(request: RowRequest, tokenizer: Tokenizer | None) -> list[str]:
-    """Return the row's columns and fields without effect, as HTTP names them in X-Ignored-Params."""
+    """Return the row's columns and fields without effect, as HTTP names them in X-Ignored-Params.
+
+    `request`: with the model's formats.
+    """
     ignored = [*request.ignored, *left_out(request.params.structured_outputs)]
     body = request.body
     if isinstance(body, ChatRequest) and tokenizer is not None:

@@ -25,10 +25,11 @@ from ...actors.batch.dataset.row_requests import (
 )
 from ...actors.batch.dataset.source import Dataset, check_columns, open_source
 from ...actors.batch.dataset.storage import Storage
-from ...actors.batch.row_answerer import ignored_fields
+from ...actors.batch.row_answerer import ignored_fields, with_formats
 from ...actors.batch.row_index import Duplicates, RowIndex, index_rows
 from ...actors.batch.row_stats import NameCounts
-from ...actors.http.protocol.chat_completion import ChatRequest, conversation
+from ...actors.chat.chat_model import ChatModel
+from ...actors.http.protocol.chat_completion import ChatRequest, check_tools, conversation
 from ...actors.targets.loading.load_plan import plan_load
 from ...actors.tokenization.generation_config import GenerationDefaults
 from ...actors.tokenization.prompts import EncodedPrompt, encode_prompt, load_tokenizer
@@ -198,6 +199,7 @@ def print_dry_run(found: Preflight, layout: RowSchema, output: str, settings: Ma
     }
     rows = [[name, value] for name, value in lines.items()]
     print_table("dry run: nothing is answered or written", ["what", ""], rows, num_left=2)
+    print_ignored(found.ignored)
 
 
 def print_validation(found: Preflight) -> None:
@@ -255,19 +257,22 @@ class _RowChecker:
         self._layout = layout
         self._vocab_size = plan.target.vocab_size
         self._tokenizer = load_tokenizer(config)
+        self._chat = ChatModel.of(self._tokenizer)
         self._generation = GenerationDefaults.load(plan.target_folder)
 
     def check(self, row: Row) -> tuple[EncodedPrompt, int, int, list[str]]:
         """Return the prompt, its tokens after truncation, the most completion tokens, and what is ignored."""
         record = record_of(row, self._layout)
         request = read_request(record, self._layout, self._generation, id_of(row, self._layout))
-        body, params, ignored = request.body, request.params, ignored_fields(request, self._tokenizer)
-        given = (
-            conversation(body, body.messages, self._tokenizer)
-            if isinstance(body, ChatRequest)
-            else body.prompts()[0]
-        )
+        body = request.body
+        if isinstance(body, ChatRequest):
+            check_tools(self._chat, body)
+            given = conversation(body, body.messages, self._tokenizer)
+        else:
+            given = body.prompts()[0]
         prompt = encode_prompt(given, self._tokenizer)
+        request = with_formats(request, self._chat, prompt.text or "")
+        params, ignored = request.params, ignored_fields(request, self._tokenizer)
         check_vocabulary("prompt", prompt.token_ids, self._vocab_size)
         length, truncate = len(prompt.token_ids), body.truncate_prompt_tokens
         if truncate is not None:

@@ -165,3 +165,16 @@ def test_a_complete_answer_equals_its_stream(server: LiveServer) -> None:
 
     run_on(server, run())
     wait_until(lambda: idle(server))
+
+
+def test_options_of_llm_chat_without_effect_are_logged_once(
+    config: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = SamplingParams(max_tokens=1)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi", "colour": "red"}]}]
+    with LLM(**asdict(config)) as llm:
+        llm.chat(SAID, params, use_tqdm=False, chat_template_kwargs={"style": "x"})
+        assert not caplog.messages
+        llm.chat([SAID, parts], params, use_tqdm=False, chat_template_kwargs={"stile": "x"})
+    (said,) = caplog.messages
+    assert said.endswith(" chat_template_kwargs.stile, messages.content.colour")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from manta.actors.batch.dataset.source import open_source
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, DatasetError
 from manta.jobs.batch.preflight import DRY_RUN_ROWS, histogram, preflight, print_dry_run, print_validation
+from support.checkpoints.chat_pairs import HERMES
 
 LINES = RowSchema(lines=True)
 
@@ -67,6 +69,29 @@ def test_bodies_of_openai_lines_are_validated(config: EngineConfig, tmp_path: Pa
     report = preflight(source, RowSchema(kind="openai", lines=True), config, duplicates="refuse")
     assert (report.num_bad, report.max_completion_tokens) == (1, 12)
     assert report.ignored.named == {"tempereture": 2}
+
+
+@pytest.mark.parametrize("template", [None, HERMES], ids=["without tools", "Hermes"])
+def test_options_without_effect_are_counted_and_tools_that_the_model_cannot_see_refused(
+    config: EngineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str | None
+) -> None:
+    loose = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": loose}}}
+    tools = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    row = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    rows = [{**row, "reasoning_effort": "high"}, {**row, **tools}]
+    source = open_source([write(tmp_path / "rows.jsonl", rows)])
+    if template is not None:
+        (tmp_path / "template.jinja").write_text(template)
+        config = replace(config, chat_template=str(tmp_path / "template.jinja"))
+    report = preflight(source, LINES, config, duplicates="refuse")
+    unenforced = {"tools.f.parameters.properties.a.uniqueItems": 1} if template else {}
+    assert report.ignored.named == {"reasoning_effort": 1, **unenforced}
+    assert ["chat template does not support tools" in each.why for each in report.bad] == [True] * (
+        not template
+    )
+    print_dry_run(report, LINES, "out", {})
+    assert "reasoning_effort" in capsys.readouterr().out
 
 
 def test_a_histograms_rows_are_powers_of_two() -> None:
