@@ -31,7 +31,7 @@ from .grammar_validator import QUICK_S, SLOW_S, GrammarValidator
 from .json_grammar import COMPACT, INDENTED, json_rule
 from .json_schema import MAX_GRAMMAR_CHARS, SchemaReader
 from .mark_tokens import MarkTokens
-from .schema_keywords import ascii_classes
+from .schema_keywords import RESTRICTING, ascii_classes
 from .structural_tags import NO_MARKS, lark_of_tags, lark_regex
 
 logger = logging.getLogger(__name__)
@@ -207,10 +207,16 @@ class GrammarFrontend:
         return None if grammar is None else replace(params, grammar=grammar)
 
     def _log_left_out(self, names: tuple[str, ...]) -> None:
-        """Log keywords that are not enforced, once: rows of a batch have them by the thousand."""
-        if names and names not in self._logged and len(self._logged) < MAX_LOGGED:
-            self._logged.add(names)
-            logger.warning("JSON schemas with keywords that cannot be enforced: %s", ", ".join(names))
+        """Log keywords that are not enforced, once: rows of a batch have them by the thousand.
+
+        Paths and unknown keywords are a client's text, so they are counted.
+        """
+        keywords = {name.rpartition(".")[2] for name in names}
+        known = tuple(sorted(keywords & RESTRICTING))
+        if names and known not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(known)
+            listed = ", ".join([*known, *(["unknown ones"] if keywords - RESTRICTING else [])])
+            logger.warning("JSON schemas have %d keywords that cannot be enforced: %s", len(names), listed)
 
     def _compile_trial(
         self, kind: str, text: str, after: tuple[int, ...], field: str, cpu_s: float

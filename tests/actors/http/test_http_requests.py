@@ -122,12 +122,12 @@ def chat(**fields: object) -> ChatRequest:
     return ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], **fields})
 
 
-def test_text_parts_are_joined_and_other_keys_reach_the_template() -> None:
+def test_text_parts_and_other_keys_reach_the_template() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = chat(messages=[{"role": "assistant", "content": parts, "reasoning_content": "why"}])
     (message,) = conversation(request, request.messages, None).messages
     names = ("reasoning", "reasoning_content", "thinking")
-    assert message == {"role": "assistant", "content": "a\nb", **dict.fromkeys(names, "why")}
+    assert message == {"role": "assistant", "content": parts, **dict.fromkeys(names, "why")}
 
 
 def test_unknown_fields_of_a_chat_request_are_kept_for_inspection() -> None:
