@@ -203,7 +203,7 @@ class GrammarFrontend:
             self._log_left_out(names)
         else:
             return params
-        grammar = self._compile_trial(kind, text, after, _field(params), cpu_s)
+        grammar = self._compile_trial(kind, text, after, params, cpu_s)
         return None if grammar is None else replace(params, grammar=grammar)
 
     def _log_left_out(self, names: tuple[str, ...]) -> None:
@@ -219,15 +219,19 @@ class GrammarFrontend:
             logger.warning("JSON schemas have %d keywords that cannot be enforced: %s", len(names), listed)
 
     def _compile_trial(
-        self, kind: str, text: str, after: tuple[int, ...], field: str, cpu_s: float
+        self, kind: str, text: str, after: tuple[int, ...], params: SamplingParams, cpu_s: float
     ) -> Grammar | None:
+        field = _field(params)
         if self._validator is None:
             raise RequestError(
                 f"{field}: this engine cannot constrain an answer: it runs without a tokenizer "
                 "(skip_tokenizer_init), or its tokenizer has no end-of-sequence token. Leave it out.",
                 param=field,
             )
-        result = self._validator.try_grammar(kind, text, cpu_s)
+        forbidden = tuple(word[0] for word in params.bad_words_token_ids if len(word) == 1)
+        result = self._validator.try_grammar(
+            kind, text, cpu_s, allowed=params.allowed_token_ids, forbidden=forbidden
+        )
         if result.is_slow and cpu_s < SLOW_S:
             return None
         if result.refusal is not None:

@@ -66,15 +66,29 @@ class GrammarValidator:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def try_grammar(self, kind: str, text: str, cpu_s: float) -> TrialResult:
-        """Block until there is a result or the time is exceeded. Raises OverloadedError."""
-        key = hashlib.sha256(f"{kind}\0{text}".encode(errors="surrogatepass")).digest()
+    def try_grammar(
+        self,
+        kind: str,
+        text: str,
+        cpu_s: float,
+        *,
+        allowed: tuple[int, ...] | None = None,
+        forbidden: tuple[int, ...] = (),
+    ) -> TrialResult:
+        """Block until there is a result or the time is exceeded. Raises OverloadedError.
+
+        `allowed`, `forbidden`: tokens by the request's other rules, as in `CompileQuestion`.
+        """
+        rules = f"{allowed}\0{forbidden}"
+        key = hashlib.sha256(f"{kind}\0{rules}\0{text}".encode(errors="surrogatepass")).digest()
         with self._lock:
             result = self._results.get(key)
             if result is not None:
                 self._results.move_to_end(key)
                 return result
-        answer = self._answer({"kind": kind, "text": text, "cpu_s": cpu_s})
+        answer = self._answer(
+            {"kind": kind, "text": text, "cpu_s": cpu_s, "allowed": allowed, "forbidden": forbidden}
+        )
         result = _trial_result(answer, cpu_s, text)
         if not result.is_slow or cpu_s >= SLOW_S:
             with self._lock:

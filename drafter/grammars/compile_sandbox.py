@@ -24,7 +24,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NotRequired, TypedDict
@@ -38,11 +38,16 @@ NUM_TOKENS = 4  # consumed after compiling: some grammars fail at the first
 
 
 class CompileQuestion(TypedDict):
-    """A grammar to try within `cpu_s` seconds; kind "grammar" is Lark, or EBNF to convert to Lark."""
+    """A grammar to try within `cpu_s` seconds; kind "grammar" is Lark, or EBNF to convert to Lark.
+
+    A grammar whose texts cannot begin by the request's other rules is refused.
+    """
 
     kind: str
     text: str
     cpu_s: float
+    allowed: NotRequired[Sequence[int] | None]  # the request's `allowed_token_ids`
+    forbidden: NotRequired[Sequence[int]]  # its `bad_words` of one token
 
 
 class CompileAnswer(TypedDict):
@@ -62,12 +67,20 @@ class CompileAnswer(TypedDict):
     signal: NotRequired[int]
 
 
-def try_grammar(compiler: GrammarCompiler, kind: str, text: str) -> CompileAnswer:
+def try_grammar(
+    compiler: GrammarCompiler,
+    kind: str,
+    text: str,
+    allowed: Sequence[int] | None = None,
+    forbidden: Sequence[int] = (),
+) -> CompileAnswer:
     """Compile a grammar, consume a few tokens, and return `text`, `forces`, `mask_s`; or GrammarError."""
     if kind == "grammar":
         kind, text = "lark", lark_of(text)
     assert kind in ("json_schema", "regex", "lark")
     matcher = compiler.compile((kind, text))
+    if allowed is not None or forbidden:
+        _check_beginning(matcher.compute_bitmask(), compiler.eos_token_ids, allowed, forbidden)
     max_forced, masks_s = len(matcher.compute_ff_tokens()), list[float]()
     for token, mask_s in _tokens(matcher.compute_bitmask):
         masks_s.append(mask_s)
@@ -79,6 +92,24 @@ def try_grammar(compiler: GrammarCompiler, kind: str, text: str) -> CompileAnswe
             break
     mask_s = max(masks_s[1:], default=0.0)
     return CompileAnswer(text=text, forces=max_forced <= MAX_FORCED, mask_s=mask_s)
+
+
+def _check_beginning(
+    bits: bytes, eos_token_ids: Sequence[int], allowed: Sequence[int] | None, forbidden: Sequence[int]
+) -> None:
+    """Raise GrammarError unless a token that the mask allows is possible, or an empty text is."""
+
+    def begins(token: int) -> bool:
+        return token >> 3 < len(bits) and bool(bits[token >> 3] >> (token & 7) & 1)
+
+    never = {*forbidden}
+    if allowed is None:
+        is_possible = int.from_bytes(bits, "little").bit_count() > sum(map(begins, never))
+    else:
+        is_possible = any(begins(token) for token in allowed if token not in never)
+    if not is_possible and not any(map(begins, eos_token_ids)):
+        field = "bad_words" if allowed is None else "allowed_token_ids"
+        raise GrammarError(f"by {field}, no text that fits it can begin. Leave out one of the two")
 
 
 def _tokens(mask: Callable[[], bytes]) -> Iterator[tuple[int, float]]:
@@ -152,8 +183,9 @@ def _answer(connection: socket.socket, compiler: GrammarCompiler) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance writes a trace on out-of-memory
     signal.setitimer(signal.ITIMER_PROF, question["cpu_s"])  # SIGPROF ends the process
     try:
+        rules = question.get("allowed"), question.get("forbidden", ())
         tried = run_on_stack(
-            TRIAL_STACK_BYTES, lambda: try_grammar(compiler, question["kind"], question["text"])
+            TRIAL_STACK_BYTES, lambda: try_grammar(compiler, question["kind"], question["text"], *rules)
         )
     except GrammarError as error:
         answer = CompileAnswer(error=str(error)[:2000])

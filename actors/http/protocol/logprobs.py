@@ -1,7 +1,8 @@
 """Log probabilities in OpenAI's two formats: chat's list of tokens, completions' parallel lists.
 
 A token's text is decoded on its own, so a token that is part of a character is shown as U+FFFD, as in vLLM.
-Its `bytes` are its actual ones, which add up to the answer's text. Without a tokenizer, tokens are called
+Its `bytes` are its actual ones, which add up to the answer's text. In completions' lists, where texts are keys,
+it is shown by its bytes, as by OpenAI; offsets count the characters of its text. Without a tokenizer, tokens are called
 `token_id:7`.
 """
 
@@ -54,14 +55,22 @@ def _lists(logprobs: OutputLogprobs, num_top: int, offset: int) -> JsonObject:
     values: list[float] = []
     tops: list[dict[str, float]] = []
     for own_id, own, _, top_ids, top_logprobs in logprobs.numbers:
-        tokens.append(logprobs.text_of(own_id))
+        tokens.append(_name(logprobs, own_id))
         offsets.append(offset)
         values.append(own)
         # The token itself is always included. Of tokens with the same text the likeliest is kept.
         top = zip((own_id, *top_ids[:num_top][::-1]), (own, *top_logprobs[:num_top][::-1]), strict=True)
-        tops.append({logprobs.text_of(token_id): value for token_id, value in top})
-        offset += len(tokens[-1])
+        tops.append({_name(logprobs, token_id): value for token_id, value in top})
+        offset += len(logprobs.text_of(own_id))
     return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
+
+
+def _name(logprobs: OutputLogprobs, token_id: int) -> str:
+    """Return a token's text, or `bytes:\\xe2\\x80` as OpenAI for a part of a character, which has none."""
+    text, data = logprobs.text_of(token_id), logprobs.bytes_of(token_id)
+    if "\ufffd" not in text or "\ufffd" in data.decode(errors="ignore"):
+        return text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def token_lengths(completion: CompletionOutput) -> int:

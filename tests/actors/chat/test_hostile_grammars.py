@@ -119,6 +119,24 @@ def test_a_trial_says_which_limit_was_exceeded(
     assert refusal is None if word is None else word in (refusal or "")
 
 
+def test_a_grammar_that_cannot_begin_by_the_requests_other_rules_is_refused(
+    trials: GrammarValidator, tokenizer: Tokenizer
+) -> None:
+    def beginning_with(letters: str) -> tuple[int, ...]:
+        begins = tuple(letters.encode())
+        return tuple(i for i in range(VOCAB) if (tokenizer.token_bytes(i) or b" ")[0] in begins)
+
+    def refusal(text: str, **rules: str) -> str:
+        given = {name: beginning_with(letters) for name, letters in rules.items()}
+        return trials.try_grammar("regex", text, SLOW_S, **given).refusal or ""
+
+    assert "allowed_token_ids" in refusal("[ab]x", allowed="c")
+    assert "allowed_token_ids" in refusal("[ab]x", allowed="a", forbidden="a")
+    assert "bad_words" in refusal("[ab]x", forbidden="ab")
+    assert not refusal("[ab]x", allowed="ca") and not refusal("[ab]x", forbidden="a")
+    assert not refusal("([ab]x)?", allowed="c")
+
+
 def test_a_request_drafts_no_more_than_its_masks_can_be_computed_for(trials: GrammarValidator) -> None:
     assert trials.try_grammar("regex", "[a-z]{1,40}", SLOW_S).mask_s > 0
 

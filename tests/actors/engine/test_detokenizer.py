@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.actors.engine.output_processor import OutputProcessor, resumed_text
 from manta.actors.engine.outputs import NOT_RESUMED, CompletionOutput, OutputLogprobs, ResumeState
-from manta.actors.http.protocol.logprobs import chat_logprobs
+from manta.actors.http.protocol.logprobs import chat_logprobs, completion_logprobs
 from manta.actors.tokenization.prompts import EncodedPrompt
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
@@ -194,6 +194,12 @@ def test_log_probabilities_show_the_bytes_of_a_partial_character(kind: str) -> N
     reported = OutputLogprobs(TOKENIZERS[kind], numbers, ids)
     shown = chat_logprobs(CompletionOutput(0, "", ids, None, None, reported), 1)["content"]
     assert [entry["bytes"] for entry in shown] == [entry["top_logprobs"][0]["bytes"] for entry in shown]
+    completion = CompletionOutput(0, "", ids, None, None, reported)
+    lists = completion_logprobs(completion, 1, 0)
+    assert [[token] for token in lists["tokens"]] == list(map(list, lists["top_logprobs"]))
+    if len(ids) == 3:
+        assert lists["tokens"] == [f"bytes:\\x{byte:02x}" for byte in "日".encode()]
+        assert lists["text_offset"] == [0, 1, 2]
     data = bytes(byte for entry in shown for byte in entry["bytes"])
     wanted = "日" if len(ids) == 3 else TOKENIZERS[kind].decode(ids).replace(" ", "")
     assert data.decode().replace(" ", "") == wanted

@@ -138,6 +138,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"response_format": {"type": "structural_tag"}}, "response_format.structures", "needed"),
     (CHAT, structured(regex="("), "structured_outputs.regex", "regex"),
     (CHAT, structured(regex="a", choice=["b"]), "structured_outputs", "one of"),
+    (
+        TEXT,
+        {**structured(choice=["a"]), "allowed_token_ids": [70]},
+        "structured_outputs.choice",
+        "allowed_token_ids",
+    ),
     (CHAT, structured(whitespace_pattern="a"), "structured_outputs.whitespace_pattern", ""),
     (CHAT, NEITHER, "structured_outputs", "one of them"),
     (CHAT, {"guided_json": {"type": "object"}}, "guided_json", "structured_outputs.json"),
