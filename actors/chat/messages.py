@@ -16,6 +16,8 @@ from .text_stream import Marks, NotACallError, Sink, TextSource, Waiting
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _MAX_THOUGHTS = 4  # messages of reasoning before a constrained answer or a required call
 _CHANNEL = re.compile(r"\s*(\w+)")
+_MARK = r"(?:\s*<(?:\|(?:\w+(?:\|>?)?)?)?)"  # or its beginning
+_CUT_HEADER = re.compile(rf"{_MARK}?\w*(?:\s*to=[^\s<]*|{_MARK}\s*\w*)*\s*")  # without the message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +66,11 @@ class Messages:
             except NotACallError:
                 was_cut_short = source.ended
                 source.go_back()
-                if was_cut_short and (
-                    yield from source.starts_with(*filter(None, (self.start, self.channel)))
-                ):
-                    yield from source.through(Marks(), lambda text: None)
+                if was_cut_short:
+                    rest: list[str] = []
+                    yield from source.through(Marks(), rest.append)
+                    if not _CUT_HEADER.fullmatch("".join(rest)):
+                        content("".join(rest))
                 return
             source.forget()
             if tool is None:

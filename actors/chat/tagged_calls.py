@@ -131,13 +131,12 @@ class TaggedCalls:
     ) -> Waiting[bool]:
         """Pass on a value up to its end; False if the text ends before.
 
-        The value ends at its own mark or, if the model omitted that, where the next value begins in a line of
-        its own, or at the call's end mark. The latter is left unread, and counts only if what may follow a
-        call comes next, since a value may contain it. So may a string of JSON (`json_so_far`).
+        The value ends at its own mark or, if the model omitted that, where the next value begins
+        (`_next_key`), or at the call's end mark. The latter is left unread, and counts only if what may
+        follow a call comes next, since a value may contain it. So may a string of JSON (`json_so_far`).
         """
         followers = tuple(filter(None, (self.section_end, self.section, self.name_open)))
-        next_key = "\n" + self.key_open
-        ends = Marks(self.value_close, self.end, next_key, newlines=int(self.newlines))
+        ends = Marks(self.value_close, self.end, self._next_key, newlines=int(self.newlines))
         while (mark := (yield from source.through(ends, sink, keep_cut=False))) is not None:
             if mark.endswith(self.key_open):
                 source.step_back(len(self.key_open))
@@ -228,12 +227,17 @@ class TaggedCalls:
         return f"{begin} {either(found)} {quoted(chr(10))}"
 
     @property
+    def _next_key(self) -> str:
+        """What ends a value without an end: a text may contain the mark, if no token is reserved for it."""
+        return self.key_open if self.text_close else "\n" + self.key_open
+
+    @property
     def _forbidden(self) -> list[str]:
         """Lark of what would end a text."""
         followers = [quoted(each) for each in (self.section_end, self.section, self.name_open) if each]
         return [
             quoted(self.value_close),
-            quoted("\n" + self.key_open),
+            quoted(self._next_key),
             f"{quoted(self.end)} {_BLANKS} {either(followers)}",
         ]
 

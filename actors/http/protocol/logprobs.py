@@ -1,9 +1,9 @@
 """Log probabilities in OpenAI's two formats: chat's list of tokens, completions' parallel lists.
 
 A token's text is decoded on its own, so a token that is part of a character is shown as U+FFFD, as in vLLM.
-Its `bytes` are its actual ones, which add up to the answer's text. In completions' lists, where texts are keys,
-it is shown by its bytes, as by OpenAI; offsets count the characters of its text. Without a tokenizer, tokens are called
-`token_id:7`.
+Its `bytes` are its actual ones, which add up to the answer's text. In completions' lists, where texts are
+keys, it is shown by its bytes, as by OpenAI; offsets count the characters of its text. Without a tokenizer,
+tokens are called `token_id:7`.
 """
 
 from __future__ import annotations

@@ -163,3 +163,21 @@ def test_recursive_schemas_and_unions_of_arguments_are_read_back(name: str, mark
             jsonschema.validate(json.loads(call.arguments), schemas[call.name or ""])
             found += 1
     assert found
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+def test_a_union_of_texts_objects_and_bounded_numbers_is_written(name: str) -> None:
+    number = {"type": "integer", "minimum": 3, "maximum": 70}
+    union = {
+        "anyOf": [
+            {"type": "string", "maxLength": 3},
+            number,
+            {"type": "object", "additionalProperties": False},
+        ]
+    }
+    schema = {"type": "object", "properties": {"v": union}, "required": ["v"], "additionalProperties": False}
+    texts = [walk(name, "special", {"f": schema}, random.Random(seed)) for seed in range(8)]
+    assert any(texts)
+    for text in filter(None, texts):
+        for call in read(name, {"f": schema}, text).calls:
+            jsonschema.validate(json.loads(call.arguments), schema)
