@@ -68,10 +68,13 @@ class MantaError(Exception):
     retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
+        shown = None if param is None else brief_name(param)
+        if param and shown and shown != param:  # so that who hides a client's name finds it in the message
+            message = message.replace(param, shown)
         message = truncate("\n".join(map(printable, truncate(message, MAX_MESSAGE).split("\n"))), MAX_MESSAGE)
         super().__init__(message)
         self.message = message
-        self.param = None if param is None else brief_name(param)
+        self.param = shown
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle keyword-only fields, as errors cross process boundaries."""

@@ -235,8 +235,7 @@ def note(scope: Scope, error: MantaError | str) -> None:
     ours = None if isinstance(error, str) else error
     message, param = (error, None) if isinstance(error, str) else (error.message, error.param)
     if param and not _PLAIN_PATH.fullmatch(param):  # the field's name is the client's
-        # A long name is shortened in the message, so it is not found there.
-        message = message.replace(param, "...") if param in message else "A field of this name is refused."
+        message = message.replace(param, "...")
     reason = printable(redact_values(message)[:MAX_REASON])
     scope.setdefault("state", {})["refusal"] = _Noted(param and param[:MAX_PARAM], reason, ours)
 
