@@ -85,6 +85,10 @@ check: install  ## ruff, and the tests that changes since BASE (default: where t
 grid: install  ## every cell of the losslessness grid and more random workloads than in `make test`
 	MANTA_GRID=whole $(BIN)/python -m pytest $(GRID_TESTS) -n 2 --no-loadscope-reorder -q
 
+.PHONY: properties
+properties: install  ## every property with twice the random examples of `make test`, and a new seed each time
+	MANTA_GRID=whole $(BIN)/python -m pytest $(TESTS) -m "hypothesis and not slow" -n $(TEST_PROCESSES) --no-loadscope-reorder -q $(SEEDED)
+
 .PHONY: slow
 slow: install  ## long tests of clusters and of whole benchmarks; `make test` runs shorter forms
 	$(BIN)/python -m pytest tests -m slow --durations=0

@@ -82,9 +82,13 @@ def _scope(node_id: str) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose a seed of random examples, which the processes share, before hypothesis reads it."""
+    """Choose a seed of random examples, which the processes share, before hypothesis reads it.
+
+    The short form tries the same examples everywhere, so that a change fails for what it changes; the whole
+    form searches.
+    """
     if config.option.hypothesis_seed is None:
-        config.option.hypothesis_seed = secrets.randbits(32)
+        config.option.hypothesis_seed = secrets.randbits(32) if WHOLE else 0
     config.stash[_SHARED_RAY] = ExitStack()
     config.add_cleanup(config.stash[_SHARED_RAY].close)
 

@@ -33,7 +33,7 @@ texts = st.fixed_dictionaries(
     {"type": st.just("string")},
     optional={
         "enum": st.lists(st.sampled_from(["celsius", "a b", "", "null", "5"]), min_size=1, unique=True),
-        "maxLength": st.integers(1, 6),
+        "maxLength": st.integers(2, 6),  # what the patterns need at least
         "pattern": st.sampled_from(["^[a-c]{2,3}$", "x|y", "^k"]),
     },
 ).filter(lambda s: "enum" not in s or len(s) == 2)
@@ -44,6 +44,7 @@ scalars = (
     | st.sampled_from([{"type": "string", "format": f} for f in ("email", "ipv4", "uuid", "date")])
     | st.sampled_from([{"const": "fixed"}, {"enum": ["a", 1, None, True]}, {"type": ["string", "null"]}, {}])
     | st.just({"$ref": "#/definitions/Name"})
+    | st.just({"type": ["string", "null"], "enum": [None]})
 )
 
 
