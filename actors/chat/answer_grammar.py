@@ -16,21 +16,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..structured_outputs.json_schema import SchemaReader, check_size
-from ..structured_outputs.mark_tokens import quoted
+from ..structured_outputs.lark_text import ANY_TEXT, either, quoted, regex
 from .argument_schema import ArgumentSchema
 from .call_syntax import CallRules, CallSyntax, Schemas, ThinkingFormat
 from .json_calls import JsonCalls
-from .lark_writer import ANY_TEXT, LarkWriter, either, regex, without
+from .lark_writer import BLANKS, LarkWriter, without
 from .messages import Messages
 
 ANSWER = "answer"  # the name of the rule for constrained text
 _NEWLINES = regex(r"\n{0,2}")  # after reasoning, as models write them
-_MAY_BE_A_CALL = regex(r"[ \t\r\n]*[{<](?s:.*)")  # in formats whose calls have no mark
+_MAY_BE_A_CALL = regex(BLANKS + r"[{<](?s:.*)")  # in formats whose calls have no mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning:
-    """What reasoning may come before the part of an answer that a grammar describes.
+    """The reasoning that may come before the part of an answer that a grammar describes.
 
     `opened`: the prompt ends within it. `is_over`: it has ended where the grammar begins to apply.
     """
@@ -56,7 +56,6 @@ class AnswerGrammar:
     ) -> None:
         check_size(schemas, "tools")
         self._calls = calls
-        self._strict = strict
         self._reasoning = reasoning
         self._lark = LarkWriter(mark_ids)
         self._schemas: dict[str, ArgumentSchema] = {}
@@ -69,6 +68,7 @@ class AnswerGrammar:
 
     @property
     def left_out(self) -> list[str]:
+        """Names of what the schemas ask for and the grammar does not enforce."""
         return self._lark.left_out
 
     def forced(self, *, several: bool) -> str:
@@ -85,14 +85,9 @@ class AnswerGrammar:
         return self._lark.grammar(self._after_reasoning(either([*calls, answer])))
 
     def optional(self) -> str:
-        """Return the Lark of text with optional calls, of which those of strict tools fit their schemas."""
+        """Return the Lark of text with optional calls."""
         assert self._calls is not None, "calls have a syntax"
-        free = {"type": "object"}
-        schemas = {
-            name: schema if name in self._strict else ArgumentSchema(free)
-            for name, schema in self._schemas.items()
-        }
-        return self._lark.grammar(self._after_reasoning(self._optional_calls(self._calls, schemas)))
+        return self._lark.grammar(self._after_reasoning(self._optional_calls(self._calls, self._schemas)))
 
     def _some_calls(self, several: bool) -> str:
         assert self._calls is not None, "calls have a syntax"

@@ -21,7 +21,8 @@ from referencing import Registry, Resource
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from ..structured_outputs.schema_keywords import ALIASES
+from ..structured_outputs.json_schema import EnforcedSchema
+from ..structured_outputs.schema_keywords import ALIASES, fits_type, type_of
 from ..tokenization.client_messages import without_surrogates
 
 Schema = Mapping[str, Any]  # Any, here and below: JSON
@@ -105,7 +106,7 @@ class ArgumentSchema:
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
-        """Raises TooManyBranchesError."""
+        """The ways to satisfy the schema. Raises TooManyBranchesError."""
         resource = Resource(contents=self.document, specification=DRAFT202012)
         resolver = Registry().with_resource("", resource).resolver()  # type: ignore[var-annotated]
         visits = iter(range(MAX_PARTS))
@@ -118,15 +119,8 @@ class ArgumentSchema:
             found = [branch.types for branch in self.branches]
         except TooManyBranchesError:
             return frozenset()
-        return (
-            frozenset[str]().union(*(types for types in found if types is not None))
-            if all(types is not None for types in found)
-            else frozenset()
-        )
-
-    @property
-    def is_text(self) -> bool:
-        return self.types <= {"string"}
+        known = [types for types in found if types is not None]
+        return frozenset[str]().union(*known) if len(known) == len(found) else frozenset()
 
     def at(self, schema: Schema | bool) -> ArgumentSchema:
         """Return another schema of the same document."""
@@ -141,13 +135,13 @@ class ArgumentSchema:
         distinct = list({_key(each): each for each in found}.values())
         return None if not distinct else self.at(distinct[0] if len(distinct) == 1 else {"anyOf": distinct})
 
-    def enforced(self, types: frozenset[str] | None = None) -> dict[str, Any]:
-        """Return a document of its own for this schema, restricted to some of its types."""
-        schema = self.schema if isinstance(self.schema, Mapping) else {} if self.schema else {"not": {}}
-        if types is not None:
-            schema = {"allOf": [schema, {"type": sorted(types)}]}
-        definitions = self.document.get("$defs")
-        return {**schema, "$defs": definitions} if definitions else dict(schema)
+    def enforced(self, types: frozenset[str] | None = None) -> EnforcedSchema:
+        """Return this schema as one that stands alone, restricted to some of its types.
+
+        The document is one that `SchemaReader` has read.
+        """
+        schema = self.schema if types is None else {"allOf": [self.schema, {"type": sorted(types)}]}
+        return EnforcedSchema(self.document).part(schema)
 
 
 def read_value(raw: str, types: frozenset[str]) -> str:
@@ -162,7 +156,7 @@ def read_value(raw: str, types: frozenset[str]) -> str:
         except (ValueError, RecursionError):
             pass
         else:
-            if type_of(value) in types or ("integer" in types and _is_integral(value)):
+            if fits_type(value, types):
                 return _one_line(word, value)
     return json.dumps(raw, ensure_ascii=False)
 
@@ -181,19 +175,6 @@ def _one_line(word: str, value: Any) -> str:
 
 def no_constant(word: str) -> None:
     raise ValueError(word)  # NaN and infinities are not valid JSON
-
-
-def type_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    kinds = {int: "integer", float: "number", str: "string", list: "array", dict: "object"}
-    return kinds[type(value)]
-
-
-def _is_integral(value: Any) -> bool:
-    return isinstance(value, float) and value.is_integer()
 
 
 def _branches(schema: Any, resolver: Any, visits: Iterator[int], depth: int) -> list[tuple[Schema, ...]]:

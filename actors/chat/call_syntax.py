@@ -1,4 +1,4 @@
-"""What every syntax of tool calls does: read calls, and write the grammar of calls it can read.
+"""The protocol of the syntaxes of tool calls, which read calls and write the grammar of what they read.
 
 One class per kind of syntax holds its marks, its reader and its grammar. A reader begins after the mark that
 begins a call and reads up to the mark that ends it. Before it has opened the call it raises NotACallError for

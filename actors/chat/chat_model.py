@@ -23,6 +23,7 @@ from .stream_parser import Splitter
 from .text_stream import AnswerDelta, concatenate, content_only
 
 AUTO, NONE = "auto", "none"
+_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}  # Any: JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +133,7 @@ class ChatModel:
         parallel: bool = True,
         continued: str | None = None,
     ) -> StructuredOutputsParams | None:
-        """Return the constraint of a whole answer: of its reasoning, its calls and its text.
+        """Return the constraint of all parts of an answer: its reasoning, its calls and its text.
 
         Args:
             constrained: the requested constraint of the text.
@@ -158,7 +159,7 @@ class ChatModel:
         if not required and not schemas and reasoning.format is None:
             return constrained
         if is_optional:
-            schemas = {name: schema if name in strict else {} for name, schema in schemas.items()}
+            schemas = {name: schema if name in strict else _ANY_OBJECT for name, schema in schemas.items()}
         grammar = AnswerGrammar(self.calls, schemas, self.mark_ids, reasoning, strict)
         if required:
             lark = grammar.forced(several=parallel)

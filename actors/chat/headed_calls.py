@@ -9,7 +9,7 @@ from .argument_schema import ArgumentSchema
 from .call_syntax import CallRules, OpenCalls, Schemas
 from .json_calls import JsonCalls, json_arguments, json_value
 from .lark_writer import LarkWriter
-from .text_stream import Marks, NotACallError, TextSource, Waiting
+from .text_stream import Marks, NotACallError, TextSource, Waiting, nowhere
 
 _INDEX = re.compile(r"(.+):\d+")
 
@@ -42,7 +42,7 @@ class HeadedCalls:
             yield from source.closing(*filter(None, (self.section_end,)))
             return
         around, num_read = Marks(self.begin, self.section_end), 0
-        while (yield from source.through(around, _nowhere)) == self.begin:  # drop text between calls
+        while (yield from source.through(around, nowhere)) == self.begin:  # drop text between calls
             yield from self._read_call(source, calls)
             num_read += 1
         if not num_read:
@@ -127,7 +127,3 @@ def read_raw_arguments(source: TextSource, calls: OpenCalls, end: Marks) -> Wait
     if not some and not source.ended:
         calls.add("{}")
     return mark
-
-
-def _nowhere(text: str) -> None:
-    pass

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ..structured_outputs.mark_tokens import quoted
+from ..structured_outputs.lark_text import quoted
 from ..tokenization.client_messages import loads
 from .argument_schema import ArgumentSchema
 from .call_syntax import CallRules, OpenCalls, Schemas
 from .lark_writer import LarkWriter
-from .text_stream import NotACallError, Sink, TextSource, Waiting
+from .text_stream import NotACallError, Sink, TextSource, Waiting, gathering, nowhere
 
 _STRUCTURE = re.compile(r'["{}\[\]<]')  # "<" never occurs in JSON outside of a string, so a mark begins there
 _IN_STRING = re.compile(r'["\\]')
@@ -107,7 +107,7 @@ class JsonCalls:
 def _call_schema(name: str, key: str, schema: ArgumentSchema) -> ArgumentSchema:
     document = {
         "type": "object",
-        "properties": {"name": {"const": name}, key: schema.enforced() or {"type": "object"}},
+        "properties": {"name": {"const": name}, key: schema.schema or {"type": "object"}},
         "required": ["name", key],
         "additionalProperties": False,
     }
@@ -124,15 +124,9 @@ def json_arguments(lark: LarkWriter, schema: ArgumentSchema) -> str:
 def json_string(source: TextSource, limit: int | None = _MAX_CHARS) -> Waiting[str]:
     """Return a string's value. Raises NotACallError if it is none, or longer than `limit`."""
     parts: list[str] = []
-
-    def take(text: str) -> None:
-        parts.append(text)
-        if limit is not None and sum(map(len, parts)) > limit:
-            raise NotACallError
-
     if (yield from source.peek()) != '"':
         raise NotACallError
-    if not (yield from _string(source, take)):
+    if not (yield from _string(source, gathering(parts, limit))):
         raise NotACallError
     try:
         return loads("".join(parts))
@@ -160,11 +154,11 @@ def json_value(source: TextSource, sink: Sink) -> Waiting[None]:
 def _skip_value(source: TextSource) -> Waiting[None]:
     first = yield from source.peek()
     if first and first in "{[":
-        yield from json_value(source, _nowhere)
+        yield from json_value(source, nowhere)
     elif first == '"':
-        yield from _string(source, _nowhere)
+        yield from _string(source, nowhere)
     else:
-        yield from source.span(_AFTER_SCALAR, _nowhere)
+        yield from source.span(_AFTER_SCALAR, nowhere)
 
 
 def _string(source: TextSource, sink: Sink) -> Waiting[bool]:
@@ -179,7 +173,3 @@ def _string(source: TextSource, sink: Sink) -> Waiting[bool]:
             sink(found)
             return True
         sink(found + (yield from source.character()))
-
-
-def _nowhere(text: str) -> None:
-    pass

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from ...cluster.errors import RequestError
-from ..structured_outputs.json_grammar import SPACED, json_rule
-from ..structured_outputs.json_schema import EnforcedSchema
-from ..structured_outputs.mark_tokens import MarkTokens, quoted
-from ..structured_outputs.schema_keywords import ascii_classes
+from ..structured_outputs.json_grammar import INTEGER, NUMBER, SPACED, json_rule
+from ..structured_outputs.lark_text import ANY_TEXT, either, quoted, regex
+from ..structured_outputs.mark_tokens import MarkTokens
+from ..structured_outputs.schema_keywords import type_of
 from .argument_schema import (
     BOOLEAN_WORDS,
     NULL_WORDS,
@@ -18,13 +18,9 @@ from .argument_schema import (
     ArgumentSchema,
     Branch,
     TooManyBranchesError,
-    type_of,
 )
 
-ANY_TEXT = "/(?s:.*)/"
-_BLANKS = r"[ \t\r\n]*"
-_INTEGER = "-?(0|[1-9][0-9]{0,19})"
-_NUMBER = _INTEGER + r"(\.[0-9]{1,20})?([eE][-+]?[0-9]{1,3})?"
+BLANKS = r"[ \t\r\n]*"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _DATE = (
@@ -69,12 +65,9 @@ class LarkWriter:
         """Add a terminal, one lexeme, and return its name."""
         return self._named("TEXT", body, "")
 
-    def recursive(self, key: str, rules: dict[str, str]) -> tuple[str, bool]:
-        """Return the rule's name for a key, and whether it is new, so that `define` must be called."""
-        is_new = key not in rules
-        if is_new:
-            rules[key] = self._named("value", "", "")
-        return rules[key], is_new
+    def reserve(self) -> str:
+        """Return the name of a rule whose body, which may name it, is given to `define`."""
+        return self._named("value", "", "")
 
     def define(self, name: str, body: str) -> None:
         self._rules[name] = body
@@ -102,22 +95,12 @@ class LarkWriter:
 
     def json(self, schema: ArgumentSchema, types: frozenset[str] | None = None) -> str:
         """Return the name of a rule for JSON that a schema allows."""
-        return self.rule(json_rule(EnforcedSchema(schema.enforced(types)), SPACED))
+        return self.rule(json_rule(schema.enforced(types), SPACED))
 
     def _named(self, kind: str, body: str, suffix: str) -> str:
         name = f"{kind}_{len(self._rules)}"
         self._rules[name + (f"[suffix={quoted(suffix)}]" if suffix else "")] = body
         return name
-
-
-def either(bodies: Iterable[str]) -> str:
-    found = list(dict.fromkeys(bodies))
-    return found[0] if len(found) == 1 else f"({' | '.join(found)})"
-
-
-def regex(pattern: str) -> str:
-    """Return a pattern between Lark's slashes."""
-    return "/" + re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], pattern, flags=re.DOTALL) + "/"
 
 
 def without(text: str, forbidden: Sequence[str]) -> str:
@@ -143,14 +126,19 @@ def strings(lark: LarkWriter, branches: Iterable[Branch], name: str) -> str | No
 
     What cannot be enforced is named in `left_out`. `name`: of the tool.
     """
-    found = [_strings(lark, branch, name) for branch in branches if branch.allows("string")]
+    found = [_strings(lark, branch, name) for branch in branches if _has_strings(branch)]
     return either(f"({each})" for each in found) if found else None
+
+
+def _has_strings(branch: Branch) -> bool:
+    literals = branch.literals
+    return branch.allows("string") and (literals is None or any(isinstance(each, str) for each in literals))
 
 
 def _strings(lark: LarkWriter, branch: Branch, name: str) -> str:
     factors: list[str] = []
     if (literals := branch.literals) is not None:
-        factors.append(either(quoted(each) for each in literals if isinstance(each, str)) or '""')
+        factors.append(either(quoted(each) for each in literals if isinstance(each, str)))
     low = max([0, *(n for n in branch.given("minLength") if isinstance(n, int))])
     high = min([n for n in branch.given("maxLength") if isinstance(n, int)], default=None)
     if low or high is not None:
@@ -163,7 +151,7 @@ def _strings(lark: LarkWriter, branch: Branch, name: str) -> str:
         if searched is None:
             lark.left_out.append(f"tools.{name}.parameters.pattern")
         else:
-            factors.append(regex(ascii_classes(searched)))
+            factors.append(regex(searched))
     return " & ".join(factors) or ANY_TEXT
 
 
@@ -221,12 +209,11 @@ def raw_value(lark: LarkWriter, schema: ArgumentSchema, name: str, end: str, for
     words = list(_words(branches, others - structured))
     text = strings(lark, branches, name)
     if text is not None:
-        taken = [regex(_BLANKS + each + _BLANKS) for each in _read_otherwise(others)]
+        taken = [regex(BLANKS + each + BLANKS) for each in _read_otherwise(others)]
         if structured:
-            starts = (r"\[\{" if others & {"array", "object"} else "") + (
-                r"0-9\-" if structured & numbers else ""
-            )
-            taken.append(regex(f"{_BLANKS}[{starts}](?s:.*)"))
+            starts = r"\[\{" if others & {"array", "object"} else ""
+            starts += r"0-9\-" if structured & numbers else ""
+            taken.append(regex(f"{BLANKS}[{starts}](?s:.*)"))
         words.insert(0, without(text + "".join(f" & ~{each}" for each in taken), forbidden))
     found = [lark.until(either(f"({word})" for word in words), end)] if words else []
     if structured:
@@ -254,6 +241,6 @@ def _words(branches: Iterable[Branch], types: frozenset[str]) -> Iterable[str]:
         if "boolean" in types and branch.allows("boolean"):
             yield '"true" | "false"'
         if "number" in types and branch.allows("number"):
-            yield regex(_NUMBER)
+            yield regex(NUMBER)
         elif "integer" in types and branch.allows("integer"):
-            yield regex(_INTEGER)
+            yield regex(INTEGER)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ..structured_outputs.lark_text import ANY_TEXT, either
 from .argument_schema import ArgumentSchema
 from .call_syntax import CallRules, OpenCalls, Schemas
 from .headed_calls import read_raw_arguments
 from .json_calls import json_arguments
-from .lark_writer import ANY_TEXT, LarkWriter, either
+from .lark_writer import LarkWriter
 from .tagged_calls import TaggedCalls
-from .text_stream import Marks, NotACallError, Sink, TextSource, Waiting
+from .text_stream import Marks, NotACallError, Sink, TextSource, Waiting, nowhere
 
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _MAX_THOUGHTS = 4  # messages of reasoning before a constrained answer or a required call
@@ -82,7 +83,7 @@ class Messages:
             mark = yield from source.starts_with(*self.calls.begins)
             if mark is not None:
                 yield from self.calls.read(source, calls, mark)
-                yield from source.through(ends, lambda text: None)
+                yield from source.through(ends, nowhere)
                 return
         calls.open(tool)
         yield from read_raw_arguments(source, calls, ends)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...cluster.errors import RequestError
-from ..structured_outputs.mark_tokens import quoted
+from ..structured_outputs.lark_text import either, quoted, regex
 from .argument_schema import ArgumentSchema, Branch, no_constant
 from .call_syntax import CallRules, OpenCalls, Schemas
-from .lark_writer import LarkWriter, branches_of, either, regex, strings, without
+from .lark_writer import LarkWriter, branches_of, strings, without
 from .tagged_calls import escaped, name_before
 from .text_stream import Marks, NotACallError, Sink, TextSource, Waiting
 
@@ -105,15 +105,16 @@ class _QuotedValues:
     def _value(self, schema: Any) -> str:
         """Return the name of the rule for a schema's values; the same schema has the same rule."""
         key = json.dumps(schema, sort_keys=True)
-        rule, is_new = self._lark.recursive(key, self._rules)
+        if key in self._rules:
+            return self._rules[key]
+        rule = self._rules[key] = self._lark.reserve()
         if len(self._rules) > _MAX_RULES:
             raise RequestError(
                 f"tools: the schema of {self._name} is too large for this model's call format. "
                 "Make it simpler.",
                 param="tools",
             )
-        if is_new:
-            self._lark.define(rule, either(self._alternatives(self._root.at(schema))))
+        self._lark.define(rule, either(self._alternatives(self._root.at(schema))))
         return rule
 
     def _alternatives(self, schema: ArgumentSchema) -> list[str]:

@@ -8,15 +8,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...cluster.errors import RequestError, brief
-from ..structured_outputs.mark_tokens import quoted
+from ..structured_outputs.lark_text import either, quoted, regex
 from ..structured_outputs.schema_keywords import TYPES
 from .argument_schema import ArgumentSchema, Branch, read_value
 from .call_syntax import CallRules, OpenCalls, Schemas
-from .lark_writer import LarkWriter, branches_of, either, raw_value, regex, strings, without
-from .text_stream import Marks, NotACallError, Sink, TextSource, Waiting
+from .lark_writer import BLANKS, LarkWriter, branches_of, raw_value, strings, without
+from .text_stream import Marks, NotACallError, Sink, TextSource, Waiting, gathering
 
 _AFTER_NAME = re.compile(r"[\n<]")
-_BLANKS = regex(r"[ \t\r\n]*")
 _ANY_KEY = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"  # of properties that a schema allows without naming them
 
 
@@ -228,7 +227,10 @@ class TaggedCalls:
 
     @property
     def _next_key(self) -> str:
-        """What ends a value without an end: a text may contain the mark, if no token is reserved for it."""
+        """The text that ends a value without an end mark.
+
+        A text may contain the mark itself, unless a tag of its own says what is text.
+        """
         return self.key_open if self.text_close else "\n" + self.key_open
 
     @property
@@ -238,7 +240,7 @@ class TaggedCalls:
         return [
             quoted(self.value_close),
             quoted(self._next_key),
-            f"{quoted(self.end)} {_BLANKS} {either(followers)}",
+            f"{quoted(self.end)} {regex(BLANKS)} {either(followers)}",
         ]
 
 
@@ -252,13 +254,7 @@ def _is_within_string(text: str) -> bool:
 
 def name_before(source: TextSource, pattern: re.Pattern[str]) -> Waiting[str]:
     parts: list[str] = []
-
-    def take(text: str) -> None:
-        parts.append(text)
-        if sum(map(len, parts)) > 256:
-            raise NotACallError
-
-    if not (yield from source.span(pattern, take)):
+    if not (yield from source.span(pattern, gathering(parts))):
         raise NotACallError
     return "".join(parts)
 

@@ -16,6 +16,7 @@ from typing import Literal, TypeVar
 T = TypeVar("T")
 Waiting = Generator[None, None, T]  # yields while it waits for text, then returns a T
 Sink = Callable[[str], None]
+MAX_NAME_CHARS = 256  # of a tool's or argument's name, or a header
 
 
 class NotACallError(Exception):
@@ -49,6 +50,24 @@ class Marks:
     def _may_begin(self, rest: str) -> bool:
         num_newlines = min(self._newlines, len(rest) - len(rest.lstrip("\n")))
         return any(mark.startswith(rest[i:]) for i in range(num_newlines + 1) for mark in self._marks)
+
+
+def gathering(parts: list[str], limit: int | None = MAX_NAME_CHARS) -> Sink:
+    """Return a sink that adds to `parts`. It raises NotACallError beyond `limit` characters, if any."""
+    num_chars = 0
+
+    def take(text: str) -> None:
+        nonlocal num_chars
+        parts.append(text)
+        num_chars += len(text)
+        if limit is not None and num_chars > limit:
+            raise NotACallError
+
+    return take
+
+
+def nowhere(text: str) -> None:
+    """Drop a text: the sink of what is no part of the answer."""
 
 
 class TextSource:
@@ -155,19 +174,13 @@ class TextSource:
                 return ""
             yield
 
-    def short(self, marks: Marks, limit: int = 256) -> Waiting[str]:
+    def short(self, marks: Marks, limit: int = MAX_NAME_CHARS) -> Waiting[str]:
         """Return the text before a mark and read the mark. Raises NotACallError beyond `limit` characters."""
         return (yield from self.short_with_mark(marks, limit))[0]
 
-    def short_with_mark(self, marks: Marks, limit: int = 256) -> Waiting[tuple[str, str]]:
+    def short_with_mark(self, marks: Marks, limit: int = MAX_NAME_CHARS) -> Waiting[tuple[str, str]]:
         parts: list[str] = []
-
-        def take(text: str) -> None:
-            parts.append(text)
-            if sum(map(len, parts)) > limit:
-                raise NotACallError
-
-        mark = yield from self.through(marks, take)
+        mark = yield from self.through(marks, gathering(parts, limit))
         if mark is None:
             raise NotACallError
         return "".join(parts), mark

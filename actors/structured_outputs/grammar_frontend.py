@@ -30,6 +30,7 @@ from ..tokenization.tokenizer import Tokenizer
 from .grammar_validator import QUICK_S, SLOW_S, GrammarValidator
 from .json_grammar import COMPACT, INDENTED, json_rule
 from .json_schema import MAX_GRAMMAR_CHARS, SchemaReader
+from .lark_text import quoted
 from .mark_tokens import MarkTokens
 from .schema_keywords import RESTRICTING, ascii_classes
 from .structural_tags import NO_MARKS, lark_of_tags, lark_regex
@@ -258,7 +259,13 @@ def written_grammar(
 
 def left_out(outputs: StructuredOutputsParams | None) -> tuple[str, ...]:
     """Return the paths of keywords in JSON schemas that cannot be enforced. Raises RequestError."""
-    return _written(outputs, DEFAULTS, NO_MARKS)[1] if outputs is not None else ()
+    if outputs is None:
+        return ()
+    if outputs.constraint == "json":  # its grammar is written later, and not in the event loop
+        reader = SchemaReader(strict=outputs.strict)
+        reader.read(_parsed(outputs.json, outputs.field), outputs.field)
+        return (*outputs.left_out, *reader.left_out)
+    return _written(outputs, DEFAULTS, NO_MARKS)[1]
 
 
 def _written(
@@ -273,7 +280,7 @@ def _written(
 
 
 def _framed(frame: str, kind: _Kind, text: str, field: str) -> str:
-    """Return the Lark of a whole answer, whose rule `answer` is a constraint."""
+    """Return the Lark of an answer with its frame; the rule `answer` is the constraint."""
     if kind == "regex":
         return f"{frame}\nanswer: {lark_regex(text, field)}"
     if kind == "grammar":
@@ -313,10 +320,11 @@ def _field(params: SamplingParams) -> str:
 
 
 def _lark_of_choice(choice: tuple[object, ...], field: str) -> str:
-    if not 1 <= len(choice) <= MAX_CHOICES or not all(isinstance(text, str) for text in choice):
+    texts = [text for text in choice if isinstance(text, str)]
+    if not 1 <= len(choice) <= MAX_CHOICES or len(texts) < len(choice):
         raise _refusal(field, f"choices are 1 to {MAX_CHOICES} texts")
     # One terminal: llguidance accepts at most 2,000 alternatives of rules.
-    text = " | ".join(json.dumps(text, ensure_ascii=False) for text in choice)
+    text = " | ".join(map(quoted, texts))
     _check_size(text, field)
     return f"start: CHOICE\nCHOICE: {text}"
 

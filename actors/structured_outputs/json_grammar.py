@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .json_schema import EnforcedSchema, Schema
-from .schema_keywords import LARGEST
+from .lark_text import quoted
+from .schema_keywords import LARGEST, fits_type
 
 MAX_DIGITS = 20  # of an integer, and of a fraction
 MAX_EXPONENT_DIGITS = 3
@@ -27,7 +28,9 @@ MAX_INDENTED_DEPTH = 8
 MAX_RULES_CHARS = 1 << 20
 _EXPONENT = rf"([eE][+-]?[0-9]{{1,{MAX_EXPONENT_DIGITS}}})?"
 _POSITIVE = rf"(0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})"
+INTEGER = f"-?{_POSITIVE}"
 _FRACTION = rf"(\.[0-9]{{1,{MAX_DIGITS}}})?"
+NUMBER = f"{INTEGER}{_FRACTION}{_EXPONENT}"
 # One character of a JSON text: as it is, or escaped where it must be.
 _CHAR = r'([^"\\\x00-\x1f\x7f]|\\["\\bfnrt]|\\u00(0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF]))'
 _KEY = f'/"{_CHAR}{{0,{MAX_KEY_CHARS}}}"/'
@@ -74,9 +77,7 @@ def json_rule(schema: EnforcedSchema, layout: JsonLayout) -> str:
         return schema.lark({**layout.guidance, **schema.guidance})
     try:
         return f"%lark {{\n{_Writer(schema, layout).text()}\n}}"
-    except (
-        _TooLongError
-    ):  # definitions are written once for every depth, and for every part that intersects them
+    except _TooLongError:  # definitions are written for every depth, and for every part that intersects them
         return schema.lark(layout.guidance)
 
 
@@ -168,7 +169,7 @@ class _Writer:
 
     def _number(self, name: str, said: Mapping[str, Any]) -> str:
         if name == "integer" and not said:
-            return self._terminal("INTEGER", f"/-?{_POSITIVE}/")
+            return self._terminal("INTEGER", f"/{INTEGER}/")
         for bounds, sign, but in (
             ({}, "-?", ""),
             ({"minimum": 0}, "", ""),
@@ -269,9 +270,8 @@ class _Writer:
         if not is_plain or any(isinstance(value, list | dict) for value in values):
             return self._json(said)
         types = said.get("type", _TYPES)
-        allowed = [
-            value for value in values if _type_of(value) & {*([types] if isinstance(types, str) else types)}
-        ]
+        names = [types] if isinstance(types, str) else types
+        allowed = [value for value in values if fits_type(value, names)]
         if not allowed:
             return self._json(said)  # refused there
         return self._terminal("VALUE", " | ".join(dict.fromkeys(map(_literal, allowed))))
@@ -288,7 +288,7 @@ class _Writer:
     def _marks(self, begin: str, end: str, depth: int) -> tuple[str, str, str]:
         """Return the marks of an object or array: its begin, its comma and its end."""
         if not self._layout.indents:
-            return _quoted(begin), _quoted(self._layout.separators[0]), _quoted(end)
+            return quoted(begin), quoted(self._layout.separators[0]), quoted(end)
         inner, outer = _indentation(depth + 1), _indentation(depth)
         return (
             self._terminal("BEGIN", rf"/\{begin}{inner}/"),
@@ -299,7 +299,7 @@ class _Writer:
     def _colon(self) -> str:
         if self._layout.indents:
             return self._terminal("COLON", "/: ?/")
-        return _quoted(self._layout.separators[1])
+        return quoted(self._layout.separators[1])
 
     def _key(self, names: Sequence[str]) -> str:
         """Return a terminal for names that the schema does not give."""
@@ -344,19 +344,7 @@ def _indentation(depth: int) -> str:
 def _literal(value: Any) -> str:
     """Return a scalar's JSON as Lark; a float that is a small integer is written as one."""
     is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53
-    return _quoted(json.dumps(int(value) if is_whole else value, ensure_ascii=False))
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _type_of(value: Any) -> set[str]:
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int | float):
-        return {"number", "integer"} if value == value // 1 else {"number"}
-    return {"null"} if value is None else {"string"}
+    return quoted(json.dumps(int(value) if is_whole else value, ensure_ascii=False))
 
 
 def _reachable(part: EnforcedSchema) -> dict[str, Schema]:

@@ -1,6 +1,6 @@
 """Reads JSON Schemas for llguidance: what it enforces, and the names of what it cannot enforce.
 
-    schema ─▶ EnforcedSchema(schema whose `$ref`s are `#/$defs/..`, names of the keywords left out)
+    schema ─▶ EnforcedSchema(schema with `$ref`s to `#/$defs/..`, names of the keywords left out)
 
 Annotations are dropped. A keyword that cannot be enforced is left out and named; with `strict` it refuses the
 schema, as with OpenAI, unless it is a format or unknown: JSON Schema treats these as annotations
@@ -20,7 +20,7 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012, specification_with
 
-from ...cluster.errors import RequestError
+from ...cluster.errors import RequestError, brief
 from . import schema_keywords as keywords
 from .disjoint_schemas import are_disjoint
 
@@ -51,35 +51,6 @@ class EnforcedSchema:
     def defs(self) -> Mapping[str, Schema]:
         return self.schema.get("$defs", {}) if isinstance(self.schema, Mapping) else {}
 
-    def resolved(self, schema: Schema) -> Schema:
-        """Return what a schema refers to, if it only refers."""
-        for _ in range(MAX_REFERENCES):
-            if isinstance(schema, bool) or schema.keys() - {"$defs"} != {"$ref"}:
-                break
-            schema = self.defs.get(schema["$ref"].removeprefix("#/$defs/"), True)
-        return schema
-
-    def object_properties(self) -> tuple[dict[str, Schema], frozenset[str]]:
-        """Return the properties of an object and the names of required ones, with those in allOf and `$ref`.
-
-        A property that is in several of them has to fit all.
-        """
-        properties, required = dict[str, Schema](), set[str]()
-        pending: list[Schema] = [self.schema]
-        for _ in range(MAX_REFERENCES):
-            if not pending:
-                break
-            schema = pending.pop(0)
-            if isinstance(schema, bool):
-                continue
-            required.update(schema.get("required", ()))
-            for name, each in schema.get("properties", {}).items():
-                properties[name] = {"allOf": [properties[name], each]} if name in properties else each
-            pending += schema.get("allOf", ())
-            if "$ref" in schema:
-                pending.append(self.defs.get(schema["$ref"].removeprefix("#/$defs/"), True))
-        return properties, frozenset(required)
-
     def part(self, schema: Schema) -> EnforcedSchema:
         """Return a part of this schema as one that stands alone."""
         parts = {} if schema is True else {"enum": []} if schema is False else schema
@@ -100,7 +71,7 @@ class SchemaReader:
 
     Args:
         strict: refuse a schema with a keyword that restricts answers and cannot be enforced.
-        closes_objects: objects whose schemas name properties, and do not mention others, have no others.
+        closes_objects: an object has the named properties alone if its schema does not mention others.
 
     Attributes:
         left_out: paths of keywords, of all schemas read, that are not enforced.
@@ -126,7 +97,7 @@ class SchemaReader:
         document = _Document({} if schema is True else schema, field, self._closes_objects)
         found = document.read()
         if self._strict and document.unenforced:
-            names = ", ".join(document.unenforced)
+            names = ", ".join(map(brief, document.unenforced))
             raise RequestError(
                 f"{field}: strict=true, and these keywords cannot be enforced: {names}. Leave them out of "
                 "the schema, or leave out strict.",
@@ -134,11 +105,6 @@ class SchemaReader:
             )
         self.left_out += found.left_out
         return found
-
-
-def enforced_schema(schema: Any, field: str, *, strict: bool = False) -> EnforcedSchema:
-    """Read one schema, as `SchemaReader.read`."""
-    return SchemaReader(strict=strict).read(schema, field)
 
 
 def check_size(value: Any, field: str) -> None:

@@ -6,11 +6,11 @@ no text: no text of a grammar matches them. So a mark that is such a token is na
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
 from ..tokenization.tokenizer import Tokenizer
+from .lark_text import quoted
 
 
 class MarkTokens:
@@ -62,7 +62,3 @@ class MarkTokens:
             parts.append(f"<[{self._ids[text[begin:end]]}]>")
             at = end
         return " ".join([*parts, quoted(text[at:])] if at < len(text) or not parts else parts)
-
-
-def quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

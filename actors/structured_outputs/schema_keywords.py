@@ -6,7 +6,7 @@ The functions take a keyword's value and return what may be written for it; None
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import combinations
 from typing import Any, TypeGuard
 
@@ -128,6 +128,21 @@ _SPELLED = {"nothing": r"[^\s\S]", "all": r"[\s\S]", "dot": r"[^\n\r\x{2028}\x{2
 
 def is_number(value: Any) -> TypeGuard[int | float]:  # Any, here and below: JSON
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def type_of(value: Any) -> str:
+    """Return the JSON type of a value; a float is a "number" even if it is whole."""
+    if value is None:
+        return "null"
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return kinds[type(value)]
+
+
+def fits_type(value: Any, types: Collection[str]) -> bool:
+    """Return whether a value is of one of these types. A whole number is an integer and a number."""
+    name = type_of(value)
+    is_whole = name == "integer" or (name == "number" and value.is_integer())
+    return name in types or (name == "integer" and "number" in types) or (is_whole and "integer" in types)
 
 
 def count(value: Any) -> int | None:

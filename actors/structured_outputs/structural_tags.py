@@ -26,14 +26,14 @@ from typing import Any, TypeAlias
 from ...cluster.errors import RequestError
 from .json_grammar import INDENTED, JsonLayout, json_rule
 from .json_schema import MAX_GRAMMAR_CHARS, SchemaReader, check_size
-from .mark_tokens import MarkTokens, quoted
+from .lark_text import ANY_TEXT, either, quoted, regex
+from .mark_tokens import MarkTokens
 from .schema_keywords import ascii_classes
 
 MAX_PARTS = 256  # length of a list
 MAX_DEPTH = 16  # nesting of formats
 NO_MARKS = MarkTokens({})
-_ANY_TEXT = r"/(.|\n)*/"
-_REGEX_PIECES = re.compile(r"\\(.?)|/|\n", re.S)  # an escape, or characters special to Lark
+_CUT_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\\Z")
 _TAG_FIELDS = ("begin", "content", "end")
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "const_string": ("value",),
@@ -96,8 +96,8 @@ class _FreeText:
     def body(self) -> str:
         """Return the body of a terminal, as Lark."""
         if not self.excludes:
-            return _ANY_TEXT
-        return f"{_ANY_TEXT} & ~({_ANY_TEXT} {_either(map(quoted, self.excludes))} {_ANY_TEXT})"
+            return ANY_TEXT
+        return f"{ANY_TEXT} & ~({ANY_TEXT} {either(map(quoted, self.excludes))} {ANY_TEXT})"
 
 
 class _Writer:
@@ -139,7 +139,7 @@ class _Writer:
             case "regex":
                 return self._ended(lark_regex(_text(form, "pattern", field), f"{field}.pattern"), ends)
             case "any_text":
-                return self._free(self._text_without(form, field), self._must_end(ends, field))
+                return self._until(self._text_without(form, field), self._must_end(ends, field) or ())
             case "sequence":
                 elements = list(self._elements(form, field))
                 return " ".join(
@@ -147,7 +147,7 @@ class _Writer:
                     for i, (each, name) in enumerate(elements)
                 )
             case "or":
-                return _either(self.part(each, name, ends) for each, name in self._elements(form, field))
+                return either(self.part(each, name, ends) for each, name in self._elements(form, field))
             case "tag":
                 return self._ended(self._tag(_tag(form, field)), ends)
             case "triggered_tags":
@@ -197,17 +197,17 @@ class _Writer:
             by_trigger.setdefault(tag.begin[:length], []).append(self._tag(tag, length))
         text = _FreeText((*text.excludes, *cut), (*by_trigger, *(ends or ())))
         opened = [
-            f"{self._until(text, (trigger,))} {_either(alternatives)}"
+            f"{self._until(text, (trigger,))} {either(alternatives)}"
             for trigger, alternatives in by_trigger.items()
         ]
-        later = self._named(_either(opened))
-        rest = self._free(text, ends)
-        triggered_texts = _either(
-            f"{self._marks.lark(trigger)} {_either(alternatives)}"
+        later = self._named(either(opened))
+        rest = self._until(text, ends or ())
+        triggered_texts = either(
+            f"{self._marks.lark(trigger)} {either(alternatives)}"
             for trigger, alternatives in by_trigger.items()
         )
         if only:
-            return self._ended(triggered_texts, ends) if first else _either([self._ended(later, ends), rest])
+            return self._ended(triggered_texts, ends) if first else either([self._ended(later, ends), rest])
         return f"{triggered_texts} {later}* {rest}" if first else f"{later}* {rest}"
 
     def _tag(self, tag: _Tag, num_matched_chars: int = 0) -> str:
@@ -215,15 +215,12 @@ class _Writer:
         begin = self._marks.lark(tag.begin[num_matched_chars:])
         return self._named(f"{begin} {content}")
 
-    def _free(self, text: _FreeText, ends: _Ends) -> str:
-        return self._until(text, ends or ())
-
     def _text_without(self, form: Json, field: str) -> _FreeText:
         excludes = _list(form, "excludes", field, str) if form.get("excludes") else ()
         return _FreeText(tuple(excludes))
 
     def _separated(self, form: Json, field: str) -> str:
-        tag = _either(self._tag(each) for each in _tags(form, field))
+        tag = either(self._tag(each) for each in _tags(form, field))
         if not _flag(form, "stop_after_first", field):
             tag = f"{tag} ({self._marks.lark(_text(form, 'separator', field))} {tag})*"
         return tag if _flag(form, "at_least_one", field) else f"({tag})?"
@@ -246,9 +243,9 @@ class _Writer:
         name = self._named(text.body, terminal=True)
         found = [self._until_mark(name, text, end) for end in ends if self._marks.find(end)]
         if texts := [end for end in ends if not self._marks.find(end)]:
-            found.append(self._named(f"{name} {_either(map(quoted, texts))}", lazy=True))
+            found.append(self._named(f"{name} {either(map(quoted, texts))}", lazy=True))
         other = self._marks.plain_but((*text.excludes, *text.triggers, *ends))
-        return (f"({name} {other})* " if other else "") + (_either(found) if found else name)
+        return (f"({name} {other})* " if other else "") + (either(found) if found else name)
 
     def _until_mark(self, name: str, text: _FreeText, end: str) -> str:
         begin, _ = self._marks.find(end) or (0, 0)
@@ -264,7 +261,7 @@ class _Writer:
         return max(at, begin)
 
     def _ended(self, body: str, ends: _Ends) -> str:
-        return f"{body} {_either(map(self._marks.lark, ends))}" if ends else body
+        return f"{body} {either(map(self._marks.lark, ends))}" if ends else body
 
     def _named(self, body: str, *, terminal: bool = False, lazy: bool = False) -> str:
         number = len(self.rules)
@@ -306,20 +303,11 @@ def _check_fields(form: Json, field: str, known: tuple[str, ...]) -> None:
         )
 
 
-def _either(bodies: Iterator[str] | Sequence[str] | map[str]) -> str:
-    return f"({' | '.join(bodies)})"
-
-
 def lark_regex(pattern: str, field: str) -> str:
-    """Return the pattern between Lark's slashes; an unescaped slash in it is escaped."""
-
-    def written(piece: re.Match[str]) -> str:
-        char = piece[0] if piece[1] is None else piece[1]
-        if not char:
-            raise RequestError(f"{field}: it ends in a backslash that escapes nothing.", param=field)
-        return {"/": r"\/", "\n": r"\n"}.get(char, piece[0])
-
-    return f"/{_REGEX_PIECES.sub(written, ascii_classes(pattern))}/"
+    """Return a client's pattern as Lark, with ASCII classes. Raises RequestError if an escape is cut off."""
+    if _CUT_ESCAPE.search(pattern):
+        raise RequestError(f"{field}: it ends in a backslash that escapes nothing.", param=field)
+    return regex(ascii_classes(pattern))
 
 
 def _object(value: object, field: str) -> Json:

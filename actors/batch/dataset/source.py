@@ -306,7 +306,7 @@ def _in_place(storage: Storage) -> list[SourceFile]:
 def _known(
     storage: Storage, entries: Iterable[Entry], suffixes: Mapping[str, InputFormat]
 ) -> list[SourceFile]:
-    """Return the files of known formats whose names do not begin like those that programs leave."""
+    """Return the files of known formats, without those that programs leave behind."""
     return [
         _source_file(storage, entry)
         for entry in entries

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jsonschema.exceptions import best_match
 from llguidance import LLMatcher, LLTokenizer
 from manta.actors.structured_outputs.json_grammar import COMPACT, INDENTED, SPACED, JsonLayout, json_rule
-from manta.actors.structured_outputs.json_schema import SchemaReader, enforced_schema
+from manta.actors.structured_outputs.json_schema import SchemaReader
 from support.oracles.schemas import HELD, LEFT_OUT
 
 FIELD = "schema"
@@ -25,7 +25,7 @@ MAX_BYTES = 3000
 
 
 def matcher_of(schema: Any, layout: JsonLayout = COMPACT) -> LLMatcher:
-    rule = json_rule(enforced_schema(schema, FIELD), layout)
+    rule = json_rule(SchemaReader().read(schema, FIELD), layout)
     return LLMatcher(BYTES, LLMatcher.grammar_from_lark(f"start: {rule}"), log_level=0)
 
 
@@ -68,7 +68,7 @@ def check_texts(schema: Any, layout: JsonLayout, chance: random.Random, num_text
     if matcher.is_error():
         assert re.search("nsatisf|empty", matcher.get_error()), (schema, matcher.get_error())
         return 0
-    enforced = without(schema, enforced_schema(schema, FIELD).left_out)
+    enforced = without(schema, SchemaReader().read(schema, FIELD).left_out)
     checker = jsonschema.Draft202012Validator(
         enforced, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
     )

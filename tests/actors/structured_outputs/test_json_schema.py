@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from manta import StructuredOutputsParams
+from manta.actors.chat.argument_schema import ArgumentSchema
 from manta.actors.structured_outputs.grammar_frontend import written_grammar
-from manta.actors.structured_outputs.json_schema import EnforcedSchema, enforced_schema
+from manta.actors.structured_outputs.json_schema import EnforcedSchema, SchemaReader
 from manta.cluster.config import EngineConfig, StructuredOutputsConfig
 from manta.cluster.errors import ConfigError, RequestError
 from support.oracles.schemas import HELD, LEFT_OUT
@@ -31,13 +32,13 @@ def allows(found: EnforcedSchema, value: object) -> bool:
 
 @pytest.mark.parametrize("name", HELD)
 def test_nothing_is_left_out_of_a_schema_that_can_be_enforced(name: str) -> None:
-    assert enforced_schema(HELD[name], FIELD).left_out == ()
+    assert SchemaReader().read(HELD[name], FIELD).left_out == ()
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_a_keyword_that_cannot_be_enforced_is_named_by_its_path(name: str) -> None:
     schema, paths = LEFT_OUT[name]
-    found = enforced_schema(schema, FIELD)
+    found = SchemaReader().read(schema, FIELD)
     assert list(found.left_out) == [f"{FIELD}.{path}" for path in paths]
     allows(found, None)  # the rest compiles
 
@@ -48,10 +49,10 @@ def test_strict_refuses_a_keyword_that_restricts_and_not_a_format_or_an_unknown_
         "mood": 1,
     }
     with pytest.raises(RequestError, match="uniqueItems") as refused:
-        enforced_schema(schema, FIELD, strict=True)
+        SchemaReader(strict=True).read(schema, FIELD)
     assert refused.value.param == f"{FIELD}.properties.t.uniqueItems"
     del schema["properties"]["t"]
-    found = enforced_schema(schema, FIELD, strict=True)
+    found = SchemaReader(strict=True).read(schema, FIELD)
     assert found.left_out == (f"{FIELD}.properties.p.format", f"{FIELD}.mood")
 
 
@@ -65,7 +66,7 @@ def test_strict_refuses_a_keyword_that_restricts_and_not_a_format_or_an_unknown_
     ],
 )
 def test_what_restricts_nothing_is_not_named(schema: dict[str, Any]) -> None:
-    assert enforced_schema(schema, FIELD).left_out == ()
+    assert SchemaReader().read(schema, FIELD).left_out == ()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_what_restricts_nothing_is_not_named(schema: dict[str, Any]) -> None:
 def test_what_can_be_said_in_keywords_that_llguidance_has_is_enforced(
     schema: dict[str, Any], good: object, bad: object
 ) -> None:
-    found = enforced_schema(schema, FIELD)
+    found = SchemaReader().read(schema, FIELD)
     assert not found.left_out and allows(found, good) and not allows(found, bad)
 
 
@@ -130,12 +131,14 @@ def test_a_part_of_a_schema_stands_alone() -> None:
             "N": {"type": "integer"},
         },
     }
-    found = enforced_schema(schema, FIELD)
-    properties, required = found.object_properties()
-    assert list(properties) == ["of", "n"] and required == {"of"}
-    assert found.resolved(properties["n"])["type"] == "integer"  # type: ignore[index]
-    assert allows(found.part(properties["n"]), 3) and not allows(found.part(properties["n"]), "3")
-    assert allows(found.part(properties["of"]), {"of": {"of": 1}, "n": 3})
+    found = SchemaReader().read(schema, FIELD)
+    arguments = ArgumentSchema(found.schema)
+    (branch,) = arguments.branches
+    assert branch.names == ["of", "n"] and branch.required == ["of"]
+    of, n = arguments.property("of"), arguments.property("n")
+    assert of is not None and n is not None and n.types == {"integer"}
+    assert allows(n.enforced(), 3) and not allows(n.enforced(), "3")
+    assert allows(of.enforced(), {"of": {"of": 1}, "n": 3})
 
 
 @pytest.mark.parametrize(
@@ -159,7 +162,7 @@ def test_a_part_of_a_schema_stands_alone() -> None:
     ],
 )
 def test_patterns_are_those_of_ecma_262_with_ascii_classes(pattern: str, good: str, bad: str) -> None:
-    found = enforced_schema({"type": "string", "pattern": pattern}, FIELD)
+    found = SchemaReader().read({"type": "string", "pattern": pattern}, FIELD)
     assert not found.left_out and allows(found, good) and not allows(found, bad)
 
 
