@@ -1,0 +1,1 @@
+"""Reader of GGUF, llama.cpp's file format. Start with `gguf_file.py`."""
