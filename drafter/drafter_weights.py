@@ -63,9 +63,9 @@ def read_weights(
     codes: dict[str, QuantizedMatrix] = {}
     for name, stored in names.items():
         matrix = None
-        if backend is not None and backend.keeps_codes and isinstance(source, QuantizedFolder):
+        if backend is not None and backend.kept_codes and isinstance(source, QuantizedFolder):
             matrix = source.codes(stored) if name.endswith(MULTIPLIED) else None
-        if matrix is not None:
+        if matrix is not None and backend is not None and matrix.code in backend.kept_codes:
             codes[name] = matrix.to(device)
         else:
             tensor = source.get(stored)

@@ -17,8 +17,9 @@ convolution.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -35,7 +36,7 @@ from .block_weights import (
     Projection,
 )
 from .checkpoint.packed_codes import PackedCodes
-from .checkpoint.quantized_matrix import Matrix, QuantizedMatrix
+from .checkpoint.quantized_matrix import Code, Matrix, QuantizedMatrix
 from .layers.gated_delta_net import DeltaNetShape
 from .layers.linear import Activation, Linear, RMSNorm, linear_of_blocks
 from .layers.moe import Experts, ExpertWeights, Route, RouterWeights
@@ -159,15 +160,16 @@ class Backend(ABC):
     """Makes models' operators for one kind of device. A model asks for them at load.
 
     Attributes:
-        keeps_codes: whether `linear_of_codes` is there, and `experts` takes codes; else quantized matrices
-            are dequantized first.
+        packs_vocabulary: whether `head` and `embedding` take codes.
+        kept_codes: kinds that `linear_of_codes` and `experts` take; other matrices are dequantized first.
         weight_bytes: bytes of the weights that it has packed so far; None if it packs none.
         num_codes, num_plain: matrices of `linear_of_either` so far, as codes and as numbers.
         num_expert_codes, num_expert_plain: products of layers' experts so far, as codes and as numbers.
         expert_reads: int32 [1]: experts' weights read by passes so far, summed over layers, wrapping.
     """
 
-    keeps_codes = False
+    packs_vocabulary = False
+    kept_codes: frozenset[Code] = frozenset()
     weight_bytes: int | None = None
     num_codes = 0
     num_plain = 0
@@ -212,16 +214,21 @@ class Backend(ABC):
             self.num_codes += 1
         else:
             self.num_plain += 1
-        return self._linear_of_expert(weight_OH, bias_O)
+        return self._linear_of(weight_OH, bias_O)
 
-    def _linear_of_expert(self, weight_OH: Matrix, bias_O: Tensor | None) -> Projection:
+    def _linear_of(self, weight_OH: Matrix, bias_O: Tensor | None) -> Projection:
         if isinstance(weight_OH, QuantizedMatrix):
             return self.linear_of_codes(weight_OH, bias_O)
         return self.linear(weight_OH, bias_O)
 
-    def head(self, weight_VH: Tensor) -> Projection:
+    def head(self, weight_VH: Matrix) -> Projection:
         """Return the projection to logits; on GPUs it is not quantized where others are."""
-        return self.linear(weight_VH)
+        return self._linear_of(weight_VH, None)
+
+    def embedding(self, weight_VH: Matrix, tied: Projection | None = None) -> Callable[[Tensor], Tensor]:
+        """Return the look-up of rows [N, H] by ids; `tied`: the head of the same weight, if it is one."""
+        assert isinstance(weight_VH, Tensor), "a vocabulary is read as codes where `packs_vocabulary`"
+        return partial(weight_VH.index_select, 0)
 
     def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Projection:
         """Return a projection with a weight of O = P * L * R outputs in possibly strided blocks of R rows.

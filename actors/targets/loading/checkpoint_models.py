@@ -9,6 +9,7 @@ from typing import Protocol
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.checkpoint.dummy_weights import RandomTensors
 from ....drafter.compute.checkpoint.quantization.quantized_tensors import open_folder
+from ....drafter.compute.checkpoint.quantized_matrix import Code
 from ....drafter.compute.checkpoint.safetensors_reader import TensorSource
 from ....drafter.dflash.checkpoint import drafter_shapes, make_drafter
 from ....drafter.dflash.config import DrafterConfig
@@ -19,7 +20,7 @@ from ..model.tensor_parallel import Sharding
 from ..model.weights import TargetWeights, target_shapes
 from ..runners.runner_interface import Drafter
 from .load_plan import LoadPlan
-from .operator_factory import keeps_codes
+from .operator_factory import kept_codes
 
 
 class ModelSource(Protocol):
@@ -39,14 +40,14 @@ class Checkpoints:
 
     def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights:
         source = plan.target_folder if _reads_weights(plan) else random_target(plan)
-        kept = keeps_codes(plan) and not self.dequantizes
+        kept = frozenset[Code]() if self.dequantizes else kept_codes(plan)
         return TargetWeights(
             source,
             plan.target,
             sharding,
             plan.dtype,
             plan.device,
-            keeps_codes=kept,
+            kept_codes=kept,
             has_fp8_kv=plan.kv_dtype is not plan.dtype,
         )
 

@@ -11,6 +11,7 @@ import torch
 
 from ....cluster.config import Quantization
 from ....drafter.compute.backend import Backend
+from ....drafter.compute.checkpoint.quantized_matrix import CODES, WITHOUT_OFFSETS, Code
 from ....drafter.compute.eager.backend import EagerBackend
 from ....drafter.compute.memory.peer_buffers import FusedSum
 from ....drafter.step.sampling.step_ops import DEFINITION, StepOperators
@@ -42,7 +43,7 @@ def make_drafter_backend(
     assert spec is not None, "only speculation needs a drafter's backend"
     if target_backend is not None and spec.quantization == plan.config.quantization:
         return target_backend
-    if target_backend is not None and target_backend.keeps_codes and plan.attention_backend not in _TRITON:
+    if target_backend is not None and target_backend.kept_codes and plan.attention_backend not in _TRITON:
         from ....drafter.compute.cpu_fused.backend import PackedCpuBackend
 
         assert isinstance(target_backend, PackedCpuBackend), "no other CPU backend keeps codes"
@@ -54,17 +55,18 @@ def _integers(quantization: Quantization | None) -> Literal["int8", "int4"] | No
     return None if quantization == "fp8" else quantization
 
 
-def keeps_codes(plan: LoadPlan) -> bool:
-    """Return whether the models' backends compute with packed weights: always, or where models have codes."""
-    if plan.attention_backend == "compiled" or plan.attention_backend in _TRITON:
-        return True
+def kept_codes(plan: LoadPlan) -> frozenset[Code]:
+    """Return the codes that the models' backends multiply: always, or where models have codes."""
+    if plan.attention_backend in _TRITON:
+        return WITHOUT_OFFSETS
     has_codes = quantizes_to_integers(plan.config) or plan.target.quantization is not None
-    return plan.attention_backend == "torch" and has_codes and _has_loops(plan) and can_pack(plan.machine)
+    packs = plan.attention_backend == "torch" and has_codes and _has_loops(plan) and can_pack(plan.machine)
+    return frozenset(CODES) if plan.attention_backend == "compiled" or packs else frozenset()
 
 
 def _backend(plan: LoadPlan, quantization: Quantization | None, ranks: Communicator | None) -> Backend:
     if plan.attention_backend == "compiled" or (plan.attention_backend == "torch" and _has_loops(plan)):
-        packs = keeps_codes(plan)
+        packs = bool(kept_codes(plan))
         return take_cpu(plan.attention_backend, packs=packs, quantization=_integers(quantization))
     if plan.attention_backend == "torch":
         return EagerBackend()

@@ -66,18 +66,22 @@ class Decoder:
         self.spec = spec
         self.places = tuple(places) or tuple(LayerPlace(0, layer) for layer in range(len(spec.attentions)))
         self._sharding, self._kv_scales = sharding, weights.kv_scales()
-        embedding_UH = weights.embedding()
-        self.dtype, self.device = embedding_UH.dtype, embedding_UH.device
+        self.backend = backend = backend or EagerBackend()
+        self.dtype, self.device = weights.dtype, weights.device
+        embedding_UH, head_UH = weights.vocabulary(as_codes=backend.packs_vocabulary)
+        head = backend.head(head_UH)
         # The scale is rounded to the weights' dtype, as in the model's reference code.
         self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
-        head_UH = embedding_UH if spec.tied_head else weights.head()
-        self.backend = backend = backend or EagerBackend()
         self._embed_norm: RMSNorm | None = None
         if spec.embed_norm:
-            self._embed_norm = RMSNorm(embedding_UH.new_ones(spec.hidden_size), spec.rms_norm_eps)
+            self._embed_norm = RMSNorm(
+                torch.ones(spec.hidden_size, dtype=self.dtype, device=self.device), spec.rms_norm_eps
+            )
         self.shared_embeddings = SharedEmbeddings(
-            vocab_embedding(embedding_UH, sharding, communicator),
-            VocabHead(backend.head(head_UH), spec.vocab_size, sharding, communicator),
+            vocab_embedding(
+                backend.embedding(embedding_UH, head if spec.tied_head else None), sharding, communicator
+            ),
+            VocabHead(head, spec.vocab_size, sharding, communicator),
             is_split=sharding.world_size > 1,
         )
         self.rope_of = RopeTables(max_positions, self.dtype, self.device)
@@ -314,7 +318,7 @@ def _routed(
     shared = tensors.shared
     assert (mlp.shared is None) == (shared is None), "tensors do not match the layer's specification"
     weight_1H = tensors.shared_weight_1H
-    experts = tensors.experts if backend.keeps_codes else tensors.experts.dequantized(dtype)
+    experts = tensors.experts if backend.kept_codes else tensors.experts.dequantized(dtype)
     return RoutedExperts(
         route=backend.route(tensors.router),
         experts=backend.experts(experts),

@@ -11,7 +11,6 @@ Legend: N rows, H hidden, O outputs, V vocabulary (all), U vocabulary of a rank 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -241,28 +240,27 @@ def rank_sum(communicator: Communicator, project: Projection | None = None) -> R
 
 
 def vocab_embedding(
-    weight_UH: Tensor, sharding: Sharding, communicator: Communicator
+    rows: Callable[[Tensor], Tensor], sharding: Sharding, communicator: Communicator
 ) -> Callable[[Tensor], Tensor]:
-    """Return the look-up of token ids; with several ranks it is vocabulary-parallel."""
-    if communicator.world_size == 1:
-        return partial(weight_UH.index_select, 0)
-    return _VocabEmbedding(weight_UH, sharding, communicator)
+    """Return the look-up of token ids, by a look-up of a rank's; with several it is vocabulary-parallel."""
+    return rows if communicator.world_size == 1 else _VocabEmbedding(rows, sharding, communicator)
 
 
 class _VocabEmbedding:
     """Vocabulary-parallel embedding: each rank looks up its own ids, and an all-reduce adds the rows."""
 
-    __slots__ = ("_communicator", "_first", "_rows", "_weight_UH")
+    __slots__ = ("_communicator", "_first", "_num_rows", "_rows")
 
-    def __init__(self, weight_UH: Tensor, sharding: Sharding, communicator: Communicator) -> None:
-        self._weight_UH = weight_UH
-        self._first, self._rows = sharding.vocab.start, sharding.vocab_rows
+    def __init__(
+        self, rows: Callable[[Tensor], Tensor], sharding: Sharding, communicator: Communicator
+    ) -> None:
+        self._rows, self._first, self._num_rows = rows, sharding.vocab.start, sharding.vocab_rows
         self._communicator = communicator
 
     def __call__(self, token_ids_N: Tensor) -> Tensor:
         local_N = token_ids_N - self._first
-        other_ranks_N = (local_N < 0) | (local_N >= self._rows)
-        rows_NH = self._weight_UH.index_select(0, local_N.masked_fill_(other_ranks_N, 0))
+        other_ranks_N = (local_N < 0) | (local_N >= self._num_rows)
+        rows_NH = self._rows(local_N.masked_fill_(other_ranks_N, 0))
         return self._communicator.all_reduce(rows_NH.masked_fill_(other_ranks_N.unsqueeze(1), 0.0))
 
 

@@ -9,7 +9,7 @@ Legend: H hidden, O outputs of a rank, D head dim, Q query heads of a rank, U vo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from ....cluster.errors import CheckpointError
 from ....drafter.compute.checkpoint.dummy_weights import RandomTensors
 from ....drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedFolder, open_folder
-from ....drafter.compute.checkpoint.quantized_matrix import Matrix, cat_rows
+from ....drafter.compute.checkpoint.quantized_matrix import Code, Matrix, cat_rows
 from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder, TensorSource
 from ....drafter.compute.memory.kv_cache import UNSCALED, KVScales
 from .attention import TargetAttention
@@ -74,7 +74,7 @@ class TargetWeights:
     """A rank's view of a checkpoint, cut by `sharding`.
 
     `source`: a folder, with files that are opened and checked, or tensors in memory (`target_shapes`).
-    `keeps_codes`: quantized matrices are read as codes where possible (`linear_of_codes` takes them).
+    `kept_codes`: kinds of codes as which quantized matrices are read (`linear_of_codes` takes them).
     `has_fp8_kv`: K and V are stored in e4m3.
     """
 
@@ -86,10 +86,10 @@ class TargetWeights:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        keeps_codes: bool = False,
+        kept_codes: Collection[Code] = (),
         has_fp8_kv: bool = False,
     ) -> None:
-        self.dtype, self._device, self._keeps_codes = dtype, device, keeps_codes
+        self.dtype, self.device, self._kept_codes = dtype, device, kept_codes
         self._has_fp8_kv = has_fp8_kv
         self._tensors = open_checkpoint(source, spec, dtype) if isinstance(source, Path) else source
         self._prefixes = _prefixes(self._tensors.shapes)
@@ -141,12 +141,23 @@ class TargetWeights:
     def final_norm(self) -> Tensor:
         return self.part("final_norm")
 
+    def vocabulary(self, *, as_codes: bool) -> tuple[Matrix, Matrix]:
+        """Return the embedding and the head [U, H], with zero rows for ids beyond the vocabulary.
+
+        Both are the same object if they are tied, and where `as_codes`, codes as layers' matrices.
+        """
+        read = self._packed_vocab if as_codes and self.sharding.world_size == 1 else self._vocab
+        embedding_UH = read("embedding")
+        return embedding_UH, embedding_UH if self.spec.tied_head else read("head")
+
     def embedding(self) -> Tensor:
-        """Return the embedding [U, H], with zero rows for ids beyond the vocabulary."""
         return self._vocab("embedding")
 
     def head(self) -> Tensor:
         return self.embedding() if self.spec.tied_head else self._vocab("head")
+
+    def _packed_vocab(self, part: str) -> Matrix:
+        return self.matrix(part, 0)
 
     def _vocab(self, part: str) -> Tensor:
         rows_UH = self.part(part)
@@ -165,8 +176,8 @@ class TargetWeights:
         rule = self.spec.tensors[part]
         if rule.constant is not None:
             sizes = [self.spec.axis_size(axis, layer) for axis in rule.axes]
-            return torch.full(sizes, rule.constant, device=self._device)
-        tensor = self._slice(rule, layer, expert).to(self._device)
+            return torch.full(sizes, rule.constant, device=self.device)
+        tensor = self._slice(rule, layer, expert).to(self.device)
         if part in _ROTATED:
             tensor = _arrange_for_rope(tensor, part, self.spec.attention(layer))
         is_fp32 = rule.is_fp32 or (self.spec.fp32_norms and part.endswith("norm"))
@@ -182,17 +193,17 @@ class TargetWeights:
         """Return this rank's slice of a matrix, as codes where they are kept and no group is cut."""
         rule, tensors = self.spec.tensors[part], self._tensors
         has_codes = isinstance(tensors, QuantizedFolder | RandomTensors)
-        if not self._keeps_codes or not has_codes or rule.transform is not None:
+        if not self._kept_codes or not has_codes or rule.transform is not None:
             return self.part(part, layer, expert)
         name = _full_name(rule, layer, self._prefixes, expert)
         parts, dim = self._cut(rule, layer, name)
         found = tensors.codes(name, *parts, dim=dim) if len(parts) <= 1 else None
-        if found is None:
+        if found is None or found.code not in self._kept_codes:
             return self.part(part, layer, expert)
         if part in _ROTATED:
             numbers_O1 = torch.arange(len(found)).unsqueeze(1)
             found = found.rows(_arrange_for_rope(numbers_O1, part, self.spec.attention(layer)).squeeze(1))
-        return found.to(self._device)
+        return found.to(self.device)
 
     def _slice(self, rule: TensorRule, layer: int, expert: int) -> Tensor:
         name = _full_name(rule, layer, self._prefixes, expert)

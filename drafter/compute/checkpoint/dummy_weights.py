@@ -15,10 +15,17 @@ import torch
 from torch import Tensor
 
 from .packed_codes import BLOCK
-from .quantized_matrix import Code, PackedForm, QuantizedMatrix
+from .quantized_matrix import WITH_OFFSETS, Code, PackedForm, QuantizedMatrix
 
 # Standard deviations of the values of equally frequent codes.
-_STD: Mapping[Code, float] = {"int8": 74.0, "int4": 4.6, "e4m3": 100.0, "e2m1": 2.9}
+_STD: Mapping[Code, float] = {
+    "int8": 74.0,
+    "int4": 4.6,
+    "e4m3": 100.0,
+    "e2m1": 2.9,
+    "uint4": 4.6,
+    "uint8": 74.0,
+}
 _E4M3_NAN = 0x7F
 
 
@@ -80,7 +87,9 @@ class RandomTensors:
         scales = _equal_scales((rows, columns // group), scale, form.scales, self._device)
         groups = slice(whole.start // group, whole.stop // group)
         of_rows = slice(0, rows) if part is None or dim == 1 else part
-        return QuantizedMatrix(form.code, codes[of_rows, whole], scales[of_rows, groups])
+        scales = scales[of_rows, groups]
+        offsets = -scales * ((form.num_codes - 1) / 2) if form.code in WITH_OFFSETS else None
+        return QuantizedMatrix(form.code, codes[of_rows, whole], scales, None, offsets)
 
 
 def _equal_scales(shape: tuple[int, ...], scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .quantized_matrix import ZERO, Code, Matrix, QuantizedMatrix
+from .quantized_matrix import PAIRED, ZERO, Code, GroupValues, Matrix, QuantizedMatrix
 
 BLOCK = 32  # inputs that share a scale in MXFP4
 WHOLE_ROW = 1 << 30  # inputs of a group that all inputs are in
@@ -30,21 +30,23 @@ class PackedCodes:
     Attributes:
         codes: uint8 [..., O, I], or float8_e4m3fn where kernels convert it; four bits: uint8 [..., O, I / 2],
             or int16 [..., O, I / 4] as a GPU's kernel takes them (`gpu_triton/common/arranged_codes.py`).
-        scales, zeros: [..., O, G], as `QuantizedMatrix` has them.
+        scales, zeros, offsets: [..., O, G], as `QuantizedMatrix` has them, in one level.
     """
 
     code: Code
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None = None
+    offsets: Tensor | None = None
 
     @classmethod
     def of(cls, matrix: QuantizedMatrix) -> PackedCodes:
         codes = matrix.codes_OI.view(torch.uint8)
-        if matrix.code in ("int4", "e2m1"):
+        if matrix.code in PAIRED:
             codes = codes[:, ::2] | codes[:, 1::2] << 4
         zeros = None if matrix.zeros_OG is None else matrix.zeros_OG.contiguous()
-        return cls(matrix.code, codes.contiguous(), matrix.scales_OG.contiguous(), zeros)
+        offsets = None if matrix.offsets_OG is None else _in_one_level(matrix.offsets_OG)
+        return cls(matrix.code, codes.contiguous(), _in_one_level(matrix.scales_OG), zeros, offsets)
 
     @classmethod
     def mxfp4(cls, blocks_EOBJ: Tensor, scales_EOB: Tensor) -> PackedCodes:
@@ -54,7 +56,7 @@ class PackedCodes:
 
     @property
     def has_pairs(self) -> bool:
-        return self.code in ("int4", "e2m1")
+        return self.code in PAIRED
 
     @property
     def is_mxfp4(self) -> bool:
@@ -87,7 +89,8 @@ class PackedCodes:
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.nbytes for each in (self.codes, self.scales, self.zeros) if each is not None)
+        tensors = (self.codes, self.scales, self.zeros, self.offsets)
+        return sum(each.nbytes for each in tensors if each is not None)
 
     def matrix(self, expert: int) -> QuantizedMatrix:
         """Return one of E matrices."""
@@ -96,8 +99,9 @@ class PackedCodes:
         if self.has_pairs:
             codes_OX = torch.stack((codes_OX & 0xF, codes_OX >> 4), dim=-1).flatten(1)
         zeros_OG = None if self.zeros is None else self.zeros[expert]
+        offsets_OG = None if self.offsets is None else self.offsets[expert]
         codes_OI = codes_OX.view(torch.int8) if self.code == "int8" else codes_OX
-        return QuantizedMatrix(self.code, codes_OI, self.scales[expert], zeros_OG)
+        return QuantizedMatrix(self.code, codes_OI, self.scales[expert], zeros_OG, offsets_OG)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the values of E matrices, [E, O, I]."""
@@ -109,6 +113,10 @@ class PackedCodes:
     def _is_like(self, other: PackedCodes) -> bool:
         forms = ((each.code, each.shape[-2:], each.num_groups, each.scales.dtype) for each in (self, other))
         return next(forms) == next(forms)
+
+
+def _in_one_level(values_OG: GroupValues) -> Tensor:
+    return values_OG.contiguous() if isinstance(values_OG, Tensor) else values_OG.float()
 
 
 def stack(matrices: Iterable[Matrix], count: int) -> Tensor | PackedCodes | None:
@@ -134,12 +142,18 @@ def stack(matrices: Iterable[Matrix], count: int) -> Tensor | PackedCodes | None
             held.codes[expert], held.scales[expert] = packed.codes, packed.scales
             if held.zeros is not None:
                 held.zeros[expert] = ZERO if packed.zeros is None else packed.zeros
+            if held.offsets is not None and packed.offsets is not None:
+                held.offsets[expert] = packed.offsets
     return held
 
 
 def _empty(packed: PackedCodes, count: int) -> PackedCodes:
-    codes, scales = (each.new_empty(count, *each.shape) for each in (packed.codes, packed.scales))
-    return PackedCodes(packed.code, codes, scales)
+    codes, scales, offsets = (
+        None if each is None else each.new_empty(count, *each.shape)
+        for each in (packed.codes, packed.scales, packed.offsets)
+    )
+    assert codes is not None and scales is not None, "codes have scales"
+    return PackedCodes(packed.code, codes, scales, offsets=offsets)
 
 
 def _with_zeros(held: PackedCodes, packed: PackedCodes) -> PackedCodes:

@@ -4,29 +4,33 @@
     int4   unsigned integers of 4 bits          value = (code - zero) * scale; a zero of 8 if none is stored
     e4m3   bits of FP8                          value = code * scale
     e2m1   bits of FP4 (`GRID`)                 value = code * scale
+    uint4, uint8   unsigned integers            value = code * scale + offset
 
-A value is computed in fp32 and rounded once to the computing dtype: `dequantized` is the definition, and a
+A scale or an offset is a number, or an integer times a number of a larger block (`BlockedValues`). A value is computed in fp32 and rounded once to the computing dtype: `dequantized` is the definition, and a
 backend's product with the packed matrix has the bits of a product with the dequantized one.
 
-Legend: O outputs, I inputs, G groups of consecutive inputs of a row that share a scale.
+Legend: O outputs, I inputs, G groups of consecutive inputs of a row that share a scale, B blocks of groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-Code = Literal["int8", "int4", "e4m3", "e2m1"]
+Code = Literal["int8", "int4", "e4m3", "e2m1", "uint4", "uint8"]
+CODES: tuple[Code, ...] = get_args(Code)
+WITH_OFFSETS: frozenset[Code] = frozenset(("uint4", "uint8"))
+WITHOUT_OFFSETS = frozenset(CODES) - WITH_OFFSETS
+PAIRED: tuple[Code, ...] = ("int4", "e2m1", "uint4")  # two codes fit a byte
 QuantizedAtLoad = Literal["int8", "int4"]
 GROUP = 32  # inputs per scale of matrices that are quantized at load
 ZERO = 8  # int4's code of 0 if no zeros are stored
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GRID = _POSITIVE + tuple(-value for value in _POSITIVE)  # e2m1's values by code
-_DTYPES = {"int8": torch.int8, "int4": torch.uint8, "e4m3": torch.uint8, "e2m1": torch.uint8}
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-100, 2.0**100
 _MAX_VALUES = 2**22  # converted at once, to stay in a core's cache
 _SIGNIFICANT = 32.0  # 2^5: an int4 code times a scale of 5 bits is exact in bf16
@@ -35,23 +39,62 @@ _FIRST_EXPONENT = 127  # bias of a scale that is stored as an exponent of 2 (E8M
 
 
 @dataclass(frozen=True, slots=True)
+class BlockedValues:
+    """Values [O, G] in two levels: an integer times a number that a block of groups shares, in fp32.
+
+    Attributes:
+        integers_OG: int8 or uint8.
+        blocks_OB: fp16; a block has G / B groups.
+    """
+
+    integers_OG: Tensor
+    blocks_OB: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.integers_OG.shape
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.integers_OG, self.blocks_OB
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> BlockedValues:
+        return BlockedValues(change(self.integers_OG), change(self.blocks_OB))
+
+    def float(self) -> Tensor:
+        blocks_OB1 = self.blocks_OB.float().unsqueeze(2)
+        return (self.integers_OG.float().unflatten(1, (blocks_OB1.shape[1], -1)) * blocks_OB1).flatten(1)
+
+
+GroupValues = Tensor | BlockedValues
+
+
+def map_groups(values_OG: GroupValues, change: Callable[[Tensor], Tensor]) -> GroupValues:
+    """Apply to each tensor of the values what changes their rows alone."""
+    return values_OG.map(change) if isinstance(values_OG, BlockedValues) else change(values_OG)
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
     """A matrix [O, I], one code per byte.
 
     Attributes:
         codes_OI: int8 for int8, else uint8.
-        scales_OG: fp32, bf16, fp16, or uint8 exponents e of scales 2^(e - 127).
+        scales_OG: fp32, bf16, fp16, or uint8 exponents e of scales 2^(e - 127); or in two levels.
         zeros_OG: uint8, of int4 alone; None for 8.
+        offsets_OG: fp32, fp16, or in two levels; of uint4 and uint8, which always have them.
     """
 
     code: Code
     codes_OI: Tensor
-    scales_OG: Tensor
+    scales_OG: GroupValues
     zeros_OG: Tensor | None = None
+    offsets_OG: GroupValues | None = None
 
     def __post_init__(self) -> None:
-        assert self.codes_OI.dtype is _DTYPES[self.code], "codes have the dtype of their kind"
+        dtype = torch.int8 if self.code == "int8" else torch.uint8
+        assert self.codes_OI.dtype is dtype, "codes have the dtype of their kind"
         assert self.codes_OI.shape[1] % self.scales_OG.shape[1] == 0, "groups have the same size"
+        assert (self.offsets_OG is not None) == (self.code in WITH_OFFSETS), "unsigned codes have offsets"
 
     @property
     def shape(self) -> torch.Size:
@@ -65,14 +108,21 @@ class QuantizedMatrix:
         return len(self.codes_OI)
 
     def to(self, device: torch.device | str) -> QuantizedMatrix:
-        zeros_OG = None if self.zeros_OG is None else self.zeros_OG.to(device)
-        return replace(
-            self, codes_OI=self.codes_OI.to(device), scales_OG=self.scales_OG.to(device), zeros_OG=zeros_OG
+        return self.map(lambda tensor: tensor.to(device))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> QuantizedMatrix:
+        """Apply to each tensor what changes their rows alone."""
+        return QuantizedMatrix(
+            self.code,
+            change(self.codes_OI),
+            map_groups(self.scales_OG, change),
+            None if self.zeros_OG is None else change(self.zeros_OG),
+            None if self.offsets_OG is None else map_groups(self.offsets_OG, change),
         )
 
     def scales(self) -> Tensor:
         """Return the scales in fp32."""
-        if self.scales_OG.dtype is torch.uint8:
+        if isinstance(self.scales_OG, Tensor) and self.scales_OG.dtype is torch.uint8:
             return (self.scales_OG.int() << 23).clamp_(min=_BITS_OF_2_TO_MINUS_127).view(torch.float32)
         return self.scales_OG.float()
 
@@ -88,13 +138,13 @@ class QuantizedMatrix:
         values_OGC = _decoded(self.code, self.codes_OI).unflatten(1, (self.scales_OG.shape[1], -1))
         if self.zeros_OG is not None:
             values_OGC -= self.zeros_OG.float().sub_(ZERO).unsqueeze(2)
-        return (values_OGC * self.scales().unsqueeze(2)).flatten(1)
+        values_OGC *= self.scales().unsqueeze(2)
+        if self.offsets_OG is not None:
+            values_OGC += self.offsets_OG.float().unsqueeze(2)
+        return values_OGC.flatten(1)
 
     def rows(self, index: slice | Tensor) -> QuantizedMatrix:
-        zeros_OG = None if self.zeros_OG is None else self.zeros_OG[index]
-        return replace(
-            self, codes_OI=self.codes_OI[index], scales_OG=self.scales_OG[index], zeros_OG=zeros_OG
-        )
+        return self.map(lambda tensor: tensor[index])
 
     def can_stay_packed(self) -> bool:
         """Return whether compiled products take it: groups of 2^n inputs, and no value that fp32 flushes."""
@@ -110,27 +160,33 @@ Matrix = Tensor | QuantizedMatrix
 
 @dataclass(frozen=True, slots=True)
 class PackedForm:
-    """The codes of a matrix in products; `group` inputs (None: a row) share a scale, and a zero if any."""
+    """The codes of a matrix in products; `group` inputs (None: a row) share a scale.
+
+    `shift_bytes` are those of a group's zero or offset; `block_bytes` those that each weight's share of larger
+    blocks takes besides.
+    """
 
     code: Code
     group: int | None
     scales: torch.dtype
-    zero_bytes: int
+    shift_bytes: int
+    block_bytes: float = 0.0
 
     @property
     def bytes(self) -> float:
-        """Bytes of a weight, with its share of scales and zeros."""
-        shared = 0.0 if self.group is None else (self.scales.itemsize + self.zero_bytes) / self.group
+        """Bytes of a weight, with its share of what groups and blocks share."""
+        shared = 0.0 if self.group is None else (self.scales.itemsize + self.shift_bytes) / self.group
+        shared += self.block_bytes
         return shared + (0.5 if self.num_codes == 16 else 1.0)
 
     @property
     def num_codes(self) -> int:
-        return 16 if self.code in ("int4", "e2m1") else 256
+        return 16 if self.code in PAIRED else 256
 
 
 def _decoded(code: Code, codes_OI: Tensor) -> Tensor:
     match code:
-        case "int8":
+        case "int8" | "uint4" | "uint8":
             return codes_OI.float()
         case "int4":
             return codes_OI.float() - ZERO
@@ -150,13 +206,8 @@ def cat_rows(matrices: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
             each for each in matrices if isinstance(each, QuantizedMatrix) and _form(each) == _form(first)
         ]
         if len(alike) == len(matrices):
-            zeros = [each.zeros_OG for each in alike if each.zeros_OG is not None]
-            return QuantizedMatrix(
-                first.code,
-                torch.cat([each.codes_OI for each in alike]),
-                torch.cat([each.scales_OG for each in alike]),
-                torch.cat(zeros) if zeros else None,
-            )
+            joined = iter([torch.cat(of_part) for of_part in zip(*map(_tensors, alike), strict=True)])
+            return first.map(lambda _: next(joined))
     return torch.cat([plain(each, dtype) for each in matrices])
 
 
@@ -165,7 +216,14 @@ def plain(matrix: Matrix, dtype: torch.dtype) -> Tensor:
 
 
 def _form(matrix: QuantizedMatrix) -> tuple[object, ...]:
-    return matrix.code, matrix.group, matrix.scales_OG.dtype, matrix.zeros_OG is None
+    return matrix.code, matrix.zeros_OG is None, *((each.shape[1:], each.dtype) for each in _tensors(matrix))
+
+
+def _tensors(matrix: QuantizedMatrix) -> list[Tensor]:
+    """Return the matrix's tensors, in the order of `map`."""
+    found = list[Tensor]()
+    matrix.map(lambda tensor: found.append(tensor) or tensor)
+    return found
 
 
 def quantize(weight_OI: Tensor, kind: QuantizedAtLoad) -> QuantizedMatrix:

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..backend import ContextWriter, DeviceCapabilities, Feature, ModelStackSpec, Stack
 from ..block_weights import AttentionShape, BlockWeights, MixerShape, Projection
-from ..checkpoint.quantized_matrix import Matrix, QuantizedAtLoad, QuantizedMatrix, quantize
+from ..checkpoint.quantized_matrix import CODES, Matrix, QuantizedAtLoad, QuantizedMatrix, quantize
 from ..cpu_numba.backend import NumbaBackend
 from ..cpu_numba.cpu_features import bf16_instructions
 from ..eager.moe_routing import LayerRouter
@@ -66,7 +66,8 @@ class PackedCpuBackend(NumbaBackend):
         quantization: form in which weights are kept that are given in 16 bits; None: as they are.
     """
 
-    keeps_codes = True
+    packs_vocabulary = True
+    kept_codes = frozenset(CODES)
 
     def __init__(self, num_threads: int, quantization: QuantizedAtLoad | None = None) -> None:
         self._num_threads = num_threads
@@ -86,9 +87,16 @@ class PackedCpuBackend(NumbaBackend):
     def route(self, weights: RouterWeights) -> Route:
         return LayerRouter(weights, self._linear(weights.weight_EH, weights.bias_E, None))
 
-    def head(self, weight_VH: Tensor) -> Projection:
+    def head(self, weight_VH: Matrix) -> Projection:
         """Return the projection to logits, with eight bits where other weights have fewer."""
+        if isinstance(weight_VH, QuantizedMatrix):
+            return self._packed(weight_VH, None)
         return self._linear(weight_VH, None, None if self.quantization is None else "int8")
+
+    def embedding(self, weight_VH: Matrix, tied: Projection | None = None) -> Callable[[Tensor], Tensor]:
+        if isinstance(weight_VH, Tensor):
+            return super().embedding(weight_VH)
+        return (tied if isinstance(tied, PackedLinear) else self._packed(weight_VH, None)).weight.rows
 
     def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Projection:
         return self.linear(weight_PLRH.flatten(0, 2), bias_O)  # repacked anyway

@@ -1,9 +1,9 @@
 """Weights in the layouts that compiled products read: bf16, or codes with scales (`code_tiles.py`).
 
-A compiled product takes the address of a WEIGHT. For codes, `prepare_panels` expands the scales of the
-panels that are multiplied next to fp32, and `expand_panel` a whole panel to bf16.
+A compiled product takes the address of a WEIGHT. For codes, `prepare_panels` expands to fp32 what groups
+share of the panels that are multiplied next, and `expand_panel` a whole panel to bf16.
 
-Legend: O outputs, K inputs, G groups of inputs with a scale, T = O / 16 tiles of columns.
+Legend: O outputs, K inputs, G groups of inputs with a scale, B blocks of groups, T = O / 16 tiles of columns.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
@@ -11,6 +11,7 @@ Legend: O outputs, K inputs, G groups of inputs with a scale, T = O / 16 tiles o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +20,15 @@ from numba import carray
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checkpoint.quantized_matrix import Matrix, QuantizedMatrix
+from ..checkpoint.quantized_matrix import (
+    PAIRED,
+    WITH_OFFSETS,
+    BlockedValues,
+    Code,
+    GroupValues,
+    Matrix,
+    QuantizedMatrix,
+)
 from ..cpu_numba.element_ops import Task, elements, float_of, pointer, record_dtype, records
 from ..cpu_numba.llvm_intrinsics import call_task, stack_memory
 from .tiles.amx_tiles import COLUMNS
@@ -29,14 +38,68 @@ from .tiles.simd_tiles import TILE_BYTES
 MOST_TILES = 8  # multiplied at once
 _BF16, _FP32, _BYTE = np.uint16(0), np.float32(0), np.uint8(0)
 # `kernel`: address of the task of a kind of codes, 0 for bf16; `group_shift`: log2 of a group's pairs;
-# `scratch_decoded`: offset in a thread's scratch memory for what is expanded.
+# `scratch_decoded`: offset in a thread's scratch memory for what is expanded; `shifts`: zeros or offsets. What
+# groups share has a form (`_FORMS`), in two levels with 2^shift groups in each of so many blocks.
 WEIGHT = record_dtype(
-    "kernel codes tile_bytes scales scale_form zeros pairs group_shift groups scratch_decoded", "factor"
+    "kernel codes tile_bytes pairs group_shift groups scratch_decoded"
+    " scales scale_form scale_blocks scale_block_shift scale_num_blocks"
+    " shifts shift_form shift_blocks shift_block_shift shift_num_blocks",
+    "factor",
 )
 _ARGUMENTS = record_dtype(CODE_ARGUMENTS)
-_FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
+_FP32_FORM, _BF16_FORM, _FP16_FORM, _EXPONENTS, _ZEROS, _INT8_OF_BLOCKS, _UINT8_OF_BLOCKS = range(7)
+_FORMS = {
+    torch.float32: _FP32_FORM,
+    torch.bfloat16: _BF16_FORM,
+    torch.float16: _FP16_FORM,
+    torch.uint8: _EXPONENTS,
+}
+_FORMS_OF_BLOCKS = {torch.int8: _INT8_OF_BLOCKS, torch.uint8: _UINT8_OF_BLOCKS}
 _NO_SHIFT = 62  # all pairs of inputs are in the first group
 _arguments_memory = stack_memory(128)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What the groups of a weight share.
+
+    Attributes:
+        values_TG16: as `QuantizedMatrix` has it.
+        blocks_TB16: fp16, by which the values are multiplied; None for one level.
+    """
+
+    form: int
+    values_TG16: Tensor
+    blocks_TB16: Tensor | None = None
+
+    @classmethod
+    def of(cls, values_OG: GroupValues, padding: tuple[int, ...], form: int | None = None) -> _Shared:
+        if isinstance(values_OG, Tensor):
+            return cls(
+                _FORMS[values_OG.dtype] if form is None else form, _tiles_of(F.pad(values_OG, padding))
+            )
+        integers_OG, blocks_OB = values_OG.tensors()
+        tiles = (_tiles_of(F.pad(each, padding)) for each in (integers_OG, blocks_OB))
+        return cls(_FORMS_OF_BLOCKS[integers_OG.dtype], *tiles)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [each for each in (self.values_TG16, self.blocks_TB16) if each is not None]
+
+    def rows(self, tile_N: Tensor, column_N: Tensor) -> GroupValues:
+        values_NG, *blocks = (tensor[tile_N, :, column_N] for tensor in self.tensors)
+        return BlockedValues(values_NG, *blocks) if blocks else values_NG
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> _Shared:
+        return _Shared(self.form, *map(change, self.tensors))
+
+    def write(self, w: np.void, name: str) -> None:
+        """Set a WEIGHT's fields whose names begin with `name`."""
+        w[f"{name}s"], w[f"{name}_form"] = self.values_TG16.data_ptr(), self.form
+        if self.blocks_TB16 is not None:
+            groups, blocks = self.values_TG16.shape[1], self.blocks_TB16.shape[1]
+            w[f"{name}_blocks"], w[f"{name}_num_blocks"] = self.blocks_TB16.data_ptr(), blocks
+            w[f"{name}_block_shift"] = (groups // blocks).bit_length() - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,49 +109,78 @@ class PackedWeight:
     Attributes:
         codes: bf16 [T, K / 32, 16, 16, 2]: tiles of pairs of inputs (AMX's layout of B); or uint8 [T, ..]
             (`code_tiles.py`).
-        scales_TG16, zeros_TG16: of codes; scales as `QuantizedMatrix` has them, zeros uint8.
+        scales, shifts: of codes; shifts are zeros or offsets.
     """
 
     codes: Tensor
     in_features: int
+    code: Code | None = None
     kernel: Task | None = None
-    factor: float = 1.0
-    scales_TG16: Tensor | None = None
-    zeros_TG16: Tensor | None = None
+    scales: _Shared | None = None
+    shifts: _Shared | None = None
 
     @property
     def num_groups(self) -> int:
-        return 0 if self.scales_TG16 is None else self.scales_TG16.shape[1]
+        return 0 if self.scales is None else self.scales.values_TG16.shape[1]
 
     @property
     def num_bytes(self) -> int:
-        return sum(
-            each.nbytes for each in (self.codes, self.scales_TG16, self.zeros_TG16) if each is not None
+        shared = [
+            tensor for each in (self.scales, self.shifts) if each is not None for tensor in each.tensors
+        ]
+        return sum(tensor.nbytes for tensor in (self.codes, *shared))
+
+    def rows(self, ids_N: Tensor) -> Tensor:
+        """Return rows [N, K] of the weight, of codes, in bf16."""
+        assert self.code is not None and self.scales is not None, "rows in bf16 are kept elsewhere"
+        tile_N, column_N = ids_N // 16, ids_N % 16
+        codes_NX = self.codes[tile_N, :, column_N]
+        if self.code in PAIRED:
+            codes_NX = torch.stack((codes_NX & 0xF, codes_NX >> 4), dim=-1).flatten(1)
+        shared = [
+            None if each is None else each.rows(tile_N, column_N) for each in (self.scales, self.shifts)
+        ]
+        scales_NG, shifts_NG = shared
+        assert scales_NG is not None, "codes have scales"
+        has_offsets = self.code in WITH_OFFSETS
+        matrix = QuantizedMatrix(
+            self.code,
+            codes_NX.view(torch.int8) if self.code == "int8" else codes_NX,
+            scales_NG,
+            None if has_offsets or not isinstance(shifts_NG, Tensor) else shifts_NG,
+            shifts_NG if has_offsets else None,
         )
+        return matrix.dequantized(torch.bfloat16)
 
     def interleaved(self) -> PackedWeight:
         """Interleave the outputs' two halves in groups of 16, as `project` requires for gate and up."""
-        codes, scales, zeros = (
-            None if each is None else each.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1).contiguous()
-            for each in (self.codes, self.scales_TG16, self.zeros_TG16)
+        return replace(
+            self,
+            codes=_interleaved(self.codes),
+            scales=None if self.scales is None else self.scales.map(_interleaved),
+            shifts=None if self.shifts is None else self.shifts.map(_interleaved),
         )
-        assert codes is not None, "a weight has codes"
-        return replace(self, codes=codes, scales_TG16=scales, zeros_TG16=zeros)
 
     def record(self, scratch_decoded: int) -> np.ndarray:
         """Return the WEIGHT; the tensors must outlive it."""
         record_1 = np.zeros(1, dtype=WEIGHT)
         w = record_1[0]
         w["codes"], w["tile_bytes"] = self.codes.data_ptr(), self.codes[0].nbytes
-        if self.scales_TG16 is None or self.kernel is None:
+        if self.scales is None or self.kernel is None or self.code is None:
             return record_1
-        w["kernel"], w["factor"], w["scratch_decoded"] = self.kernel.address, self.factor, scratch_decoded
+        w["kernel"], w["scratch_decoded"] = self.kernel.address, scratch_decoded
+        w["factor"] = FACTORS.get(self.code, 1.0)
         w["pairs"], w["groups"] = self.in_features // 2, self.num_groups
         pairs_of_group = self.in_features // self.num_groups // 2
         w["group_shift"] = pairs_of_group.bit_length() - 1 if self.num_groups > 1 else _NO_SHIFT
-        w["scales"], w["scale_form"] = self.scales_TG16.data_ptr(), _FORMS[self.scales_TG16.dtype]
-        w["zeros"] = 0 if self.zeros_TG16 is None else self.zeros_TG16.data_ptr()
+        self.scales.write(w, "scale")
+        if self.shifts is not None:
+            self.shifts.write(w, "shift")
         return record_1
+
+
+def _interleaved(tiles: Tensor) -> Tensor:
+    return tiles.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1).contiguous()
 
 
 def pack(weight_OK: Matrix) -> PackedWeight:
@@ -101,17 +193,22 @@ def pack(weight_OK: Matrix) -> PackedWeight:
 
 
 def _pack_codes(matrix: QuantizedMatrix) -> PackedWeight:
-    padding = (0, 0, 0, -len(matrix) % COLUMNS)  # with scales of 0, so that values are 0
+    padding = (0, 0, 0, -len(matrix) % COLUMNS)  # with scales and offsets of 0, so that values are 0
     codes_TKC = F.pad(matrix.codes_OI, padding).unflatten(0, (-1, 16)).transpose(1, 2)
-    if matrix.code in ("int4", "e2m1"):
+    if matrix.code in PAIRED:
         codes_TKC = codes_TKC[:, ::2] | codes_TKC[:, 1::2] << 4
+    shifts = None
+    if matrix.zeros_OG is not None:
+        shifts = _Shared.of(matrix.zeros_OG, padding, _ZEROS)
+    elif matrix.offsets_OG is not None:
+        shifts = _Shared.of(matrix.offsets_OG, padding)
     return PackedWeight(
         codes_TKC.contiguous().view(torch.uint8),
         matrix.shape[1],
+        matrix.code,
         _kernel(matrix),
-        FACTORS[matrix.code],
-        _tiles_of(F.pad(matrix.scales_OG, padding)),
-        None if matrix.zeros_OG is None else _tiles_of(F.pad(matrix.zeros_OG, padding)),
+        _Shared.of(matrix.scales_OG, padding),
+        shifts,
     )
 
 
@@ -121,12 +218,14 @@ def _tiles_of(values_OG: Tensor) -> Tensor:
 
 def _kernel(matrix: QuantizedMatrix) -> Task:
     has_zeros = matrix.zeros_OG is not None
-    bits = _SIGNIFICANT_BITS[matrix.code] + _significant_bits(matrix.scales())
-    exact = _EXACT.get((matrix.code, has_zeros)) if bits <= 8 else None
-    return exact or _ROUNDED[matrix.code, has_zeros]
+    if (exact := _EXACT.get(matrix.code)) is not None and not has_zeros:
+        bits = _SIGNIFICANT_BITS[matrix.code] + _significant_bits(matrix.scales())
+        if bits <= 8:
+            return exact
+    return _ROUNDED[matrix.code, has_zeros]
 
 
-_SIGNIFICANT_BITS = {"int8": 7, "int4": 3, "e4m3": 4, "e2m1": 2}  # of decoded codes
+_SIGNIFICANT_BITS = {"int8": 7, "int4": 3}  # of decoded codes
 
 
 def _significant_bits(scales_OG: Tensor) -> int:
@@ -136,52 +235,74 @@ def _significant_bits(scales_OG: Tensor) -> int:
 
 
 def code_scratch_bytes(inputs: int, num_groups: int) -> int:
-    """Return the scratch memory for a thread's expanded scales and zeros, and one panel of bf16."""
+    """Return the scratch memory for a thread's expanded scales and shifts, and one panel of bf16."""
     return num_groups and 2 * MOST_TILES * num_groups * 64 + inputs // 32 * 2 * TILE_BYTES
 
 
 @elements
 def prepare_panels(w, panel, panels, step, scratch):
-    """Expand scales and zeros of panels `panel`, `panel` + `step`, .. to fp32."""
-    size = w.groups * 16
-    target = scratch + w.scratch_decoded
-    for tile in range(2 * panels):
-        source = (2 * (panel + tile // 2 * step) + tile % 2) * size
-        _expand_scales(w, source, target + 4 * tile * size, size)
-        if w.zeros != 0:
-            zeros = carray(pointer(w.zeros + source, _BYTE), (size,))
-            found = carray(pointer(target + 4 * (MOST_TILES * size + tile * size), _FP32), (size,))
-            for i in range(size):
-                found[i] = np.float32(zeros[i]) - np.float32(8)
+    """Expand scales and shifts of panels `panel`, `panel` + `step`, .. to fp32."""
+    size = 64 * w.groups
+    scales = scratch + w.scratch_decoded
+    shifts = scales + MOST_TILES * size
+    for place in range(2 * panels):
+        tile = 2 * (panel + place // 2 * step) + place % 2
+        _expand(
+            w.scales, w.scale_form, w.scale_blocks, w.scale_block_shift, w.scale_num_blocks,
+            tile, w.groups, w.factor, scales + place * size,
+        )  # fmt: skip
+        if w.shifts != 0:
+            _expand(
+                w.shifts, w.shift_form, w.shift_blocks, w.shift_block_shift, w.shift_num_blocks,
+                tile, w.groups, np.float32(1), shifts + place * size,
+            )  # fmt: skip
 
 
 @elements
-def _expand_scales(w, source, target, size):
+def _expand(values, form, blocks, block_shift, num_blocks, tile, groups, factor, target):
+    """Write what the groups of a tile share, [G, 16] in a form, as fp32 times a factor."""
+    size = groups * 16
     found = carray(pointer(target, _FP32), (size,))
-    if w.scale_form == 0:
-        floats = carray(pointer(w.scales + 4 * source, _FP32), (size,))
+    at = tile * size
+    if form == _FP32_FORM:
+        floats = carray(pointer(values + 4 * at, _FP32), (size,))
         for i in range(size):
-            found[i] = floats[i] * w.factor
-    elif w.scale_form == 1:
-        brains = carray(pointer(w.scales + 2 * source, _BF16), (size,))
+            found[i] = floats[i] * factor
+    elif form == _BF16_FORM:
+        brains = carray(pointer(values + 2 * at, _BF16), (size,))
         for i in range(size):
-            found[i] = float_of(brains[i]) * w.factor
-    elif w.scale_form == 2:
-        halves = carray(pointer(w.scales + 2 * source, _BF16), (size,))
+            found[i] = float_of(brains[i]) * factor
+    elif form == _FP16_FORM:
+        halves = carray(pointer(values + 2 * at, _BF16), (size,))
         for i in range(size):
-            found[i] = _float_of_half(halves[i]) * w.factor
+            found[i] = _float_of_half(halves[i]) * factor
+    elif form == _EXPONENTS:
+        exponents = carray(pointer(values + at, _BYTE), (size,))
+        for i in range(size):
+            found[i] = np.uint32(np.uint32(exponents[i]) << np.uint32(23)).view(np.float32) * factor
+    elif form == _ZEROS:
+        zeros = carray(pointer(values + at, _BYTE), (size,))
+        for i in range(size):
+            found[i] = np.float32(zeros[i]) - np.float32(8)
     else:
-        exponents = carray(pointer(w.scales + source, _BYTE), (size,))
-        for i in range(size):
-            found[i] = np.uint32(np.uint32(exponents[i]) << np.uint32(23)).view(np.float32) * w.factor
+        integers = carray(pointer(values + at, _BYTE), (size,))
+        halves = carray(pointer(blocks + 32 * tile * num_blocks, _BF16), (16 * num_blocks,))
+        for g in range(groups):
+            first = 16 * (g >> block_shift)
+            for i in range(16):
+                integer = np.int32(integers[16 * g + i])
+                if form == _INT8_OF_BLOCKS:
+                    integer = np.int32(np.int8(integer))
+                found[16 * g + i] = np.float32(integer) * _float_of_half(halves[first + i])
 
 
 @elements
 def _float_of_half(bits):
-    """Return a finite fp16 as fp32: its exponent's bias is smaller by 112."""
-    size = np.uint32((np.uint32(bits) & np.uint32(0x7FFF)) << np.uint32(13))
-    sign = np.uint32((np.uint32(bits) & np.uint32(0x8000)) << np.uint32(16))
-    return np.uint32(size | sign).view(np.float32) * np.float32(2.0**112)
+    """Return a finite fp16 as fp32: its exponent's bias is smaller by 112; a subnormal is a multiple of 2^-24."""
+    size = np.uint32(bits) & np.uint32(0x7FFF)
+    normal = np.uint32(size << np.uint32(13)).view(np.float32) * np.float32(2.0**112)
+    found = np.float32(size) * np.float32(2.0**-24) if size < 0x400 else normal
+    return -found if bits & 0x8000 else found
 
 
 @elements
@@ -190,7 +311,7 @@ def expand_panel(w, panel, step, scratch):
     arguments = _arguments_memory()
     a = records(arguments, 1, _ARGUMENTS)[0]
     _take_codes(a, w, panel, scratch)
-    a.target, a.panel_bytes = a.zeros + 4 * MOST_TILES * w.groups * 16, 2 * w.tile_bytes * step
+    a.target, a.panel_bytes = a.shifts + 4 * MOST_TILES * w.groups * 16, 2 * w.tile_bytes * step
     call_task(w.kernel, arguments, EXPAND, 1)
     return a.target
 
@@ -211,7 +332,7 @@ def _take_codes(a, w, panel, scratch):
     a.codes, a.tile_bytes = w.codes + 2 * panel * w.tile_bytes, w.tile_bytes
     a.pairs, a.group_shift, a.groups = w.pairs, w.group_shift, w.groups
     a.scales = scratch + w.scratch_decoded
-    a.zeros = a.scales + 4 * MOST_TILES * w.groups * 16
+    a.shifts = a.scales + 4 * MOST_TILES * w.groups * 16
 
 
 _int8_exact_product = code_product("int8", rounds=False)
@@ -221,6 +342,8 @@ _int4_product = code_product("int4")
 _int4_zeros_product = code_product("int4", has_zeros=True)
 _e4m3_product = code_product("e4m3")
 _e2m1_product = code_product("e2m1")
+_uint4_product = code_product("uint4")
+_uint8_product = code_product("uint8")
 
 
 # Tasks' code is cached on disk by their names, so each one is a function of its own.
@@ -252,11 +375,21 @@ def _multiply_e2m1(arguments, operation, _):
     _e2m1_product(arguments, operation)
 
 
-_EXACT = {("int8", False): Task(_multiply_int8_exact), ("int4", False): Task(_multiply_int4_exact)}
+def _multiply_uint4(arguments, operation, _):
+    _uint4_product(arguments, operation)
+
+
+def _multiply_uint8(arguments, operation, _):
+    _uint8_product(arguments, operation)
+
+
+_EXACT = {"int8": Task(_multiply_int8_exact), "int4": Task(_multiply_int4_exact)}  # without zeros
 _ROUNDED = {
     ("int8", False): Task(_multiply_int8),
     ("int4", False): Task(_multiply_int4),
     ("int4", True): Task(_multiply_int4_zeros),
     ("e4m3", False): Task(_multiply_e4m3),
     ("e2m1", False): Task(_multiply_e2m1),
+    ("uint4", False): Task(_multiply_uint4),
+    ("uint8", False): Task(_multiply_uint8),
 }

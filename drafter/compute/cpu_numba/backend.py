@@ -54,7 +54,7 @@ class NumbaBackend(EagerBackend):
         return _NumbaContextWriter(k_norm_LD, eps, num_kv_heads)
 
     def experts(self, weights: ExpertWeights) -> Experts:
-        return EagerExperts(weights, self._count_experts(weights), self._linear_of_expert, layers.gate)
+        return EagerExperts(weights, self._count_experts(weights), self._linear_of, layers.gate)
 
     def gated(self, gate_up: Projection, normed_NH: Tensor, activation: Activation) -> Tensor:
         return layers.gate(gate_up(normed_NH), activation)

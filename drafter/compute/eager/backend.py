@@ -51,7 +51,7 @@ class EagerBackend(OperatorBackend):
         return LayerRouter(weights, self.linear(weights.weight_EH, weights.bias_E))
 
     def experts(self, weights: ExpertWeights) -> Experts:
-        return EagerExperts(weights, self._count_experts(weights), self._linear_of_expert)
+        return EagerExperts(weights, self._count_experts(weights), self._linear_of)
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return norm(x_NH)

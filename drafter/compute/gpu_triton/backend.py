@@ -23,7 +23,14 @@ from ..backend import Attention, ContextWriter, DeviceCapabilities, ModelStackSp
 from ..block_weights import AttentionShape, Projection, RankSum
 from ..blocks import OperatorBackend
 from ..checkpoint.packed_codes import PackedCodes
-from ..checkpoint.quantized_matrix import GROUP, QuantizedAtLoad, QuantizedMatrix, quantize
+from ..checkpoint.quantized_matrix import (
+    GROUP,
+    WITHOUT_OFFSETS,
+    Matrix,
+    QuantizedAtLoad,
+    QuantizedMatrix,
+    quantize,
+)
 from ..eager.moe_routing import LayerRouter
 from ..layers.gated_delta_net import DeltaNetShape
 from ..layers.linear import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
@@ -135,7 +142,7 @@ class TritonBackend(OperatorBackend):
     """
 
     attention_batch = staticmethod(rows_from_host)
-    keeps_codes = True
+    kept_codes = WITHOUT_OFFSETS
 
     def __init__(
         self,
@@ -165,7 +172,8 @@ class TritonBackend(OperatorBackend):
     def _count_bytes(self, codes: PackedCodes) -> None:
         self.weight_bytes = (self.weight_bytes or 0) + codes.num_bytes
 
-    def head(self, weight_VH: Tensor) -> LayerProjection:
+    def head(self, weight_VH: Matrix) -> LayerProjection:
+        assert isinstance(weight_VH, Tensor), "GPUs have no packed vocabulary"
         return self._plain_linear(weight_VH)
 
     def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:

@@ -20,7 +20,7 @@ import torch
 from ....actors.targets.families import read_model
 from ....actors.targets.loading.checkpoint_models import random_target
 from ....actors.targets.loading.load_plan import LoadPlan
-from ....actors.targets.loading.operator_factory import keeps_codes
+from ....actors.targets.loading.operator_factory import kept_codes
 from ....actors.targets.model.model_spec import ModelSpec
 from ....actors.targets.model.tensor_parallel import Sharding
 from ....actors.targets.model.weights import TargetWeights, target_shapes
@@ -116,8 +116,8 @@ class RandomModels:
     """Models with random weights (a `rank.ModelSource`); the drafter's KV pages are random, too."""
 
     def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights:
-        sizes, kept = (plan.target, sharding, plan.dtype, plan.device), keeps_codes(plan)
-        return TargetWeights(random_target(plan), *sizes, keeps_codes=kept)
+        sizes, kept = (plan.target, sharding, plan.dtype, plan.device), kept_codes(plan)
+        return TargetWeights(random_target(plan), *sizes, kept_codes=kept)
 
     def drafter(self, plan: LoadPlan, shared_embeddings: TargetEmbeddings, backend: Backend) -> DFlashDrafter:
         assert isinstance(plan.drafter, DrafterConfig), "only a plan with a block drafter asks for one"

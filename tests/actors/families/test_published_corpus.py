@@ -13,7 +13,7 @@ import torch
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import FAMILIES, read_model
 from manta.actors.targets.loading.load_plan import plan_load
-from manta.actors.targets.loading.operator_factory import keeps_codes
+from manta.actors.targets.loading.operator_factory import kept_codes
 from manta.actors.targets.loading.rank_loader import Checkpoints
 from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import target_shapes
@@ -162,7 +162,7 @@ def test_weights_in_the_declared_form_are_read_as_codes(name: str, tmp_path: Pat
     fixed = {"dtype": "bfloat16", "device": "cpu", "skip_tokenizer_init": True, "max_model_len": 64}
     plan = plan_load(EngineConfig.from_dict({"model": str(folder), **fixed}))
     spec = plan.target
-    assert spec.quantization is not None and keeps_codes(plan)
+    assert spec.quantization is not None and kept_codes(plan)
     weights = Checkpoints().target(plan, Sharding(spec, 0, 1))
     body, kept = weights._prefixes[0], 0
     for layer in range(spec.num_layers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -152,7 +153,7 @@ def test_vocabulary_shards_make_the_whole_embedding_and_head(target: Path) -> No
     def work(rank) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         sharding = Sharding(config, rank.rank, rank.world_size)
         weights = weights_of(target, rank=rank.rank, ranks=rank.world_size)
-        embedding = vocab_embedding(weights.embedding(), sharding, rank)
+        embedding = vocab_embedding(partial(weights.embedding().index_select, 0), sharding, rank)
         head = VocabHead(Linear(weights.head()), config.vocab_size, sharding, rank)
         return embedding(ids), head(hidden), *head.local(hidden)
 

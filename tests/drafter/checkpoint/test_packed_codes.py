@@ -39,7 +39,7 @@ def test_stacked_experts_are_their_matrices(name: str) -> None:
     assert isinstance(held, PackedCodes) and held.shape == (3, 6, 64)
     for number, expert in enumerate(experts):
         found = held.matrix(number)
-        assert found.codes_OI.equal(expert.codes_OI) and found.scales_OG.equal(expert.scales_OG)
+        assert found.codes_OI.equal(expert.codes_OI) and found.scales().equal(expert.scales())
         assert held.dequantized(torch.float32)[number].equal(expert.dequantized(torch.float32))
     bits = 4 if held.has_pairs else 8
     assert held.codes.nbytes == 3 * 6 * 64 * bits / 8 and held.num_bytes > held.codes.nbytes

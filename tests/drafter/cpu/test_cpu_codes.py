@@ -50,6 +50,19 @@ def test_a_product_has_the_bits_of_the_dequantized_matrix_for_any_number_of_rows
 
 
 @pytest.mark.parametrize("name", MATRICES)
+def test_an_embedding_that_shares_the_heads_codes_has_the_rows_of_the_dequantized_matrix(name: str) -> None:
+    matrix, backend = MATRICES[name](90, 128), FusedCpuBackend(1)
+    ids = torch.tensor([0, 89, 17, 17, 15, 16, 31])
+    head = backend.head(matrix)
+    expected = matrix.dequantized(torch.bfloat16)
+    for tied in (head, None):
+        held = backend.weight_bytes
+        assert backend.embedding(matrix, tied)(ids).equal(expected[ids])
+        assert (backend.weight_bytes == held) == (tied is head)
+    assert backend.embedding(expected)(ids).equal(expected[ids])
+
+
+@pytest.mark.parametrize("name", MATRICES)
 def test_experts_have_the_bits_of_dequantized_ones_for_any_number_of_rows(name: str) -> None:
     """Routed rows: 5 experts, of which each has a part of up to 40 rows."""
     held = (stack((MATRICES[name](*shape) for _ in range(5)), 5) for shape in ((128, 192), (192, 64)))

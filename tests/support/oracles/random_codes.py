@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from manta.drafter.compute.checkpoint.quantized_matrix import QuantizedMatrix, quantize
+from manta.drafter.compute.checkpoint.quantized_matrix import BlockedValues, QuantizedMatrix, quantize
 from torch import Tensor
 
 
@@ -29,6 +29,11 @@ def random(outputs: int, inputs: int) -> Tensor:
     return 0.05 * torch.randn(outputs, inputs)
 
 
+def in_blocks(outputs: int, groups: int, dtype: torch.dtype = torch.uint8) -> BlockedValues:
+    blocks = scales(outputs, groups // 2) * torch.randint(-1, 2, (outputs, groups // 2)).sign()
+    return BlockedValues(bytes_of(outputs, groups).view(dtype), (0.02 * blocks).half())
+
+
 MATRICES: dict[str, Callable[[int, int], QuantizedMatrix]] = {
     "int8 at load": lambda o, i: quantize(random(o, i), "int8"),
     "int4 at load": lambda o, i: quantize(random(o, i), "int4"),
@@ -42,4 +47,21 @@ MATRICES: dict[str, Callable[[int, int], QuantizedMatrix]] = {
     ),
     "e4m3": lambda o, i: QuantizedMatrix("e4m3", e4m3(o, i), scales(o, i // 64)),
     "e2m1": lambda o, i: QuantizedMatrix("e2m1", bytes_of(o, i, 16), scales(o, i // 16)),
+    "int8 with tiny scales": lambda o, i: QuantizedMatrix(  # half of them are subnormal in fp16
+        "int8",
+        bytes_of(o, i).view(torch.int8),
+        (scales(o, i // 32) * torch.tensor([1.0, 1e-3])[bytes_of(o, i // 32, 2).int()]).half(),
+    ),
+    "int8 in blocks": lambda o, i: QuantizedMatrix(
+        "int8", bytes_of(o, i).view(torch.int8), in_blocks(o, i // 16, torch.int8)
+    ),
+    "uint4": lambda o, i: QuantizedMatrix(
+        "uint4", bytes_of(o, i, 16), scales(o, i // 32, torch.float16), None, -scales(o, i // 32).half()
+    ),
+    "uint4 in blocks": lambda o, i: QuantizedMatrix(
+        "uint4", bytes_of(o, i, 16), in_blocks(o, i // 32), None, in_blocks(o, i // 32)
+    ),
+    "uint8 in blocks": lambda o, i: QuantizedMatrix(
+        "uint8", bytes_of(o, i), in_blocks(o, i // 16), None, in_blocks(o, i // 16)
+    ),
 }

@@ -57,7 +57,7 @@ class Awq(WordScheme):
 
     @property
     def packed_form(self) -> PackedForm | None:
-        return packed_form("int4", self.group, torch.float16, zero_bytes=1)
+        return packed_form("int4", self.group, torch.float16, shift_bytes=1)
 
     def __str__(self) -> str:
         return f"AWQ INT4 {describe_scales(self.group)}"

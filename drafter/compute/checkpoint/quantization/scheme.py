@@ -140,10 +140,12 @@ def expand(scales: Tensor, part: slice, step: int, dim: int) -> Tensor:
     return scales.repeat_interleave(step, dim).narrow(dim, part.start % step, part.stop - part.start)
 
 
-def packed_form(code: Code, group: int | None, scales: torch.dtype, zero_bytes: int = 0) -> PackedForm | None:
+def packed_form(
+    code: Code, group: int | None, scales: torch.dtype, shift_bytes: int = 0
+) -> PackedForm | None:
     """Return the form of codes; None if products cannot have the groups."""
     has_shift = group is None or (group > 1 and group.bit_count() == 1)
-    return PackedForm(code, group, scales, zero_bytes) if has_shift else None
+    return PackedForm(code, group, scales, shift_bytes) if has_shift else None
 
 
 def aligned_groups(columns: slice, group: int | None) -> slice | None:

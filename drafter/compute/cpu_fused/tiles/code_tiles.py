@@ -1,11 +1,11 @@
 """Products of rows with weights of 8 and 4 bits, decoded in vector registers.
 
-A decoded value is the matrix's in bf16 (`checkpoint/quantized_matrix.py`): code times scale in fp32, rounded
-to bf16 where that product need not be exact. Sums are chains over the inputs in order, as of bf16 weights
+A decoded value is the matrix's in bf16 (`checkpoint/quantized_matrix.py`): code times scale, plus offset if
+any, in fp32, rounded to bf16 where that product need not be exact. Sums are chains over the inputs in order, as of bf16 weights
 (`simd_tiles.py`), so a product has the bits of one with the dequantized matrix.
 
     codes, per 16 columns:    8 bits: [K, 16]         4 bits: [K / 2, 16], the earlier input in the low nibble
-    scales, expanded:         fp32 [tiles of 16 columns, G, 16]
+    scales, and zeros or offsets, expanded:     fp32 [tiles of 16 columns, G, 16]
 
 Each kind of code is compiled on its own when a model first needs it (`packed_weight.py`). Two operations:
 multiplying a few rows, and expanding tiles to bf16 for many rows or for AMX.
@@ -18,13 +18,13 @@ Legend: K inputs, G groups of inputs with a scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
 
-from ...checkpoint.quantized_matrix import GRID, ZERO, Code
+from ...checkpoint.quantized_matrix import GRID, PAIRED, WITH_OFFSETS, ZERO, Code
 from ...cpu_numba.cpu_features import Instructions, bf16_instructions
 from ...cpu_numba.llvm_intrinsics import (
     BYTE,
@@ -49,13 +49,10 @@ from .simd_tiles import RegisterTile, input_address, prefetch_lines, switch_tile
 from .simd_vectors import rounded_lanes
 
 # Arguments of both operations, as int64 in this order; `target` of expanded tiles alone.
-CODE_ARGUMENTS = (
-    "a chunk_bytes codes tile_bytes panel_bytes scales zeros pairs group_shift groups sums rows panels target"
-)
+CODE_ARGUMENTS = "a chunk_bytes codes tile_bytes panel_bytes scales shifts pairs group_shift groups sums rows panels target"
 MULTIPLY, EXPAND = 0, 1
-LINE_BYTES = {"int8": 32, "int4": 16, "e4m3": 32, "e2m1": 16}  # of a pair of inputs of 16 columns
 # Factors by which decoded codes are too small; scales are multiplied by them when they are expanded.
-FACTORS = {"int8": 1.0, "int4": 1.0, "e4m3": 2.0**8, "e2m1": 2.0**14}
+FACTORS: Mapping[Code, float] = {"e4m3": 2.0**8, "e2m1": 2.0**14}
 Emit = Callable[[Any, Sequence[Value]], None]  # of a builder and its arguments
 _BYTES = ir.VectorType(BYTE, 16)
 _FP16 = ir.VectorType(ir.HalfType(), 16)
@@ -86,16 +83,18 @@ def _values(builder: Any, arguments: Value) -> dict[str, Value]:
 
 
 class _Decoder:
-    """Emits the values of pairs of inputs; those of a group share scales and zeros."""
+    """Emits the values of pairs of inputs; those of a group share scales, and zeros or offsets."""
 
     def __init__(self, code: Code, *, has_zeros: bool, rounds: bool) -> None:
         self.code, self._has_zeros, self._rounds = code, has_zeros, rounds
-        self.line_bytes = LINE_BYTES[code]
+        self._has_offsets = code in WITH_OFFSETS
+        self.line_bytes = 16 if code in PAIRED else 32  # of a pair of inputs of 16 columns
 
     def shared(self, builder: Any, values: dict[str, Value], tile: int, pair: Value) -> list[Value]:
         """Load what a pair's values of a tile share, per column."""
         group = builder.lshr(pair, values["group_shift"])
-        addresses = [values["scales"], *([values["zeros"]] if self._has_zeros else [])]
+        has_shifts = self._has_zeros or self._has_offsets
+        addresses = [values["scales"], *([values["shifts"]] if has_shifts else [])]
         return [
             load(builder, at(builder, address, (group, 64), (values["groups"], 64 * tile)), FLOATS)
             for address in addresses
@@ -107,6 +106,8 @@ class _Decoder:
         if self._has_zeros:
             value = builder.fsub(value, shared[1])
         value = builder.fmul(value, shared[0])
+        if self._has_offsets:
+            value = builder.fadd(value, shared[1])
         return _as_bf16(builder, value) if self._rounds else value
 
 
@@ -215,6 +216,17 @@ def _int4(builder: Any, line: Value, half: int) -> Value:
     return builder.sitofp(builder.sub(builder.and_(code, lanes(15, INT32)), lanes(ZERO, INT32)), FLOATS)
 
 
+def _uint8(builder: Any, line: Value, half: int) -> Value:
+    return builder.sitofp(builder.zext(_byte_of_columns(builder, line, half), PAIRS), FLOATS)
+
+
+def _uint4(builder: Any, line: Value, half: int) -> Value:
+    code = _nibble(builder, line, half, PAIRS, INT32)
+    if _has_avx512():
+        return _looked_up(builder, code, list(range(16)))
+    return builder.sitofp(builder.and_(code, lanes(15, INT32)), FLOATS)
+
+
 def _e4m3(builder: Any, line: Value, half: int) -> Value:
     """Move sign, exponent and mantissa to their places in fp16, which has an exponent bias larger by 8."""
     moved = builder.shl(builder.sext(_byte_of_columns(builder, line, half), HALVES), lanes(7, INT16))
@@ -238,4 +250,6 @@ _DECODED: dict[Code, Callable[[Any, Value, int], Value]] = {
     "int4": _int4,
     "e4m3": _e4m3,
     "e2m1": _e2m1,
+    "uint4": _uint4,
+    "uint8": _uint8,
 }
