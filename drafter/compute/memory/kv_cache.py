@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ....cluster.pages.kv_cache_groups import KVCacheSpec, LayerPlace, plane_width
 from .recurrent_state_cache import StateMemory
+from .zeroed_memory import zeros
 
 E4M3_MAX = 448.0  # the largest finite value of float8_e4m3fn
 
@@ -81,7 +82,7 @@ class PagedKVCache:
         if kv is None:
             num_planes = 1 + max(place.plane for place in places)
             shape = (num_planes, num_pages + 1, page_size, plane_width(places, self.geometries))
-            kv = torch.zeros(shape, dtype=dtype, device=device)
+            kv = zeros(shape, dtype, device)
         self.kv, self.device, self.plane_bytes = kv, kv.device, kv.nbytes // len(kv)
         # Views made once: indexing a tensor costs a microsecond, and there are many layers.
         kinds = [(kind, place.part) for kind, place in zip(self.geometries, places, strict=True)]

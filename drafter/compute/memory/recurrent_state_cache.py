@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....cluster.pages.recurrent_state_spec import RecurrentStateSpec
+from .zeroed_memory import zeros
 
 Ints = NDArray[np.int64]
 
@@ -127,15 +128,15 @@ class StateMemory:
         self.num_layers, self.num_slots, self.max_drafts = num_layers, num_slots, max_drafts
         self.geometry = kind = geometry
 
-        def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros((num_layers, num_slots, *sizes), dtype=dtype, device=device)
+        def of_slots(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return zeros((num_layers, num_slots, *sizes), dtype, device)
 
-        self.states_LZVDF = zeros(kind.num_value_heads, kind.key_dim, kind.value_dim)
-        self.windows_LZWC = zeros(kind.taps - 1, kind.channels, dtype=dtype)
-        self.k_LZPKD = zeros(max_drafts, kind.num_key_heads, kind.key_dim)
-        self.u_LZPVF = zeros(max_drafts, kind.num_value_heads, kind.value_dim)
-        self.g_LZPV = zeros(max_drafts, kind.num_value_heads)
-        self.x_LZPC = zeros(max_drafts, kind.channels, dtype=dtype)
+        self.states_LZVDF = of_slots(kind.num_value_heads, kind.key_dim, kind.value_dim)
+        self.windows_LZWC = of_slots(kind.taps - 1, kind.channels, dtype=dtype)
+        self.k_LZPKD = of_slots(max_drafts, kind.num_key_heads, kind.key_dim)
+        self.u_LZPVF = of_slots(max_drafts, kind.num_value_heads, kind.value_dim)
+        self.g_LZPV = of_slots(max_drafts, kind.num_value_heads)
+        self.x_LZPC = of_slots(max_drafts, kind.channels, dtype=dtype)
 
     def reset(self, slots_B: Ints) -> None:
         where_B = torch.from_numpy(slots_B).to(self.states_LZVDF.device)
