@@ -3,5 +3,6 @@
     python tests/trials NAME ...
 
 `abuse` (hostile clients), `serving_chaos` (pieces of a server killed), `mutations` (the product broken in one
-place at a time), `first_ten_minutes`, `ui_pictures`. Tests run short forms of some of them.
+place at a time), `first_ten_minutes`, `gguf_vocabularies` (ids compared with llama.cpp's and with
+published tokenizers), `ui_pictures`. Tests run short forms of some of them.
 """
