@@ -36,7 +36,7 @@ from .block_weights import (
     Projection,
 )
 from .checkpoint.packed_codes import PackedCodes
-from .checkpoint.quantized_matrix import Code, Matrix, QuantizedMatrix
+from .checkpoint.quantized_matrix import Code, JoinedRows, Matrix, QuantizedMatrix
 from .layers.gated_delta_net import DeltaNetShape
 from .layers.linear import Activation, Linear, RMSNorm, linear_of_blocks
 from .layers.moe import Experts, ExpertWeights, Route, RouterWeights
@@ -209,12 +209,19 @@ class Backend(ABC):
     def linear_of_codes(self, weight_OH: QuantizedMatrix, bias_O: Tensor | None = None) -> Projection:
         raise AssertionError("matrices are read as codes for backends that keep them")
 
-    def linear_of_either(self, weight_OH: Matrix, bias_O: Tensor | None = None) -> Projection:
+    def linear_of_either(self, weight_OH: Matrix | JoinedRows, bias_O: Tensor | None = None) -> Projection:
+        if isinstance(weight_OH, JoinedRows):
+            return self._linear_of_rows(weight_OH, bias_O)
         if isinstance(weight_OH, QuantizedMatrix):
             self.num_codes += 1
         else:
             self.num_plain += 1
         return self._linear_of(weight_OH, bias_O)
+
+    def _linear_of_rows(self, weight_OH: JoinedRows, bias_O: Tensor | None) -> Projection:
+        """Return the product with rows of several forms; by default as numbers."""
+        self.num_plain += 1
+        return self.linear(weight_OH.plain(), bias_O)
 
     def _linear_of(self, weight_OH: Matrix, bias_O: Tensor | None) -> Projection:
         if isinstance(weight_OH, QuantizedMatrix):

@@ -19,7 +19,7 @@ from torch import Tensor
 from ....cluster.errors import CheckpointError
 from ....drafter.compute.checkpoint.dummy_weights import RandomTensors
 from ....drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedFolder, open_folder
-from ....drafter.compute.checkpoint.quantized_matrix import Code, Matrix, cat_rows
+from ....drafter.compute.checkpoint.quantized_matrix import Code, JoinedRows, Matrix, join_rows
 from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder, TensorSource
 from ....drafter.compute.memory.kv_cache import UNSCALED, KVScales
 from .attention import TargetAttention
@@ -46,7 +46,7 @@ class LayerWeights:
     attention_out_norm_H: Tensor | None
     mlp_norm_H: Tensor
     mlp_out_norm_H: Tensor | None
-    qkv_OH: Matrix
+    qkv_OH: Matrix | JoinedRows
     qkv_bias_O: Tensor | None
     attention_gate_OH: Tensor | None
     o_HO: Matrix
@@ -102,7 +102,7 @@ class TargetWeights:
             attention_out_norm_H=parts.optional("attention_out_norm"),
             mlp_norm_H=parts.required("mlp_norm"),
             mlp_out_norm_H=parts.optional("mlp_out_norm"),
-            qkv_OH=cat_rows([parts.matrix(part) for part in self.spec.qkv_parts(index)], self.dtype),
+            qkv_OH=join_rows([parts.matrix(part) for part in self.spec.qkv_parts(index)], self.dtype),
             qkv_bias_O=parts.joined(*(f"{part}_bias" for part in self.spec.qkv_parts(index))),
             attention_gate_OH=parts.optional("attention_gate"),
             o_HO=parts.matrix("delta_out" if is_delta else "o"),

@@ -1,13 +1,14 @@
 """A matrix as codes with shared scales, for backends that multiply with packed weights.
 
-    int8   integers                             value = code * scale
-    int4   unsigned integers of 4 bits          value = (code - zero) * scale; a zero of 8 if none is stored
-    e4m3   bits of FP8                          value = code * scale
-    e2m1   bits of FP4 (`GRID`)                 value = code * scale
-    uint4, uint8   unsigned integers            value = code * scale + offset
+    int8           integers                       value = code * scale
+    int4           unsigned integers of 4 bits    value = (code - zero) * scale; a zero of 8 if none is stored
+    e4m3           bits of FP8                    value = code * scale
+    e2m1           bits of FP4 (`GRID`)           value = code * scale
+    uint4, uint8   unsigned integers              value = code * scale + offset
 
-A scale or an offset is a number, or an integer times a number of a larger block (`BlockedValues`). A value is computed in fp32 and rounded once to the computing dtype: `dequantized` is the definition, and a
-backend's product with the packed matrix has the bits of a product with the dequantized one.
+A scale or an offset is a number, or an integer times a number of a larger block (`BlockedValues`). A value is
+computed in fp32 and rounded once to the computing dtype: `dequantized` is the definition, and a backend's
+product with the packed matrix has the bits of a product with the dequantized one.
 
 Legend: O outputs, I inputs, G groups of consecutive inputs of a row that share a scale, B blocks of groups.
 """
@@ -159,11 +160,28 @@ Matrix = Tensor | QuantizedMatrix
 
 
 @dataclass(frozen=True, slots=True)
+class JoinedRows:
+    """The rows of several matrices of equally many inputs, which do not all have one form.
+
+    `dtype`: the computing dtype.
+    """
+
+    parts: tuple[Matrix, ...]
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((sum(map(len, self.parts)), self.parts[0].shape[1]))
+
+    def plain(self) -> Tensor:
+        return torch.cat([plain(part, self.dtype) for part in self.parts])
+
+
+@dataclass(frozen=True, slots=True)
 class PackedForm:
     """The codes of a matrix in products; `group` inputs (None: a row) share a scale.
 
-    `shift_bytes` are those of a group's zero or offset; `block_bytes` those that each weight's share of larger
-    blocks takes besides.
+    `shift_bytes` are those of a group's zero or offset, `block_bytes` those of a weight's share of a block.
     """
 
     code: Code
@@ -196,22 +214,33 @@ def _decoded(code: Code, codes_OI: Tensor) -> Tensor:
             return torch.tensor(GRID, device=codes_OI.device)[codes_OI.int()]
 
 
+def join_rows(matrices: Sequence[Matrix], dtype: torch.dtype) -> Matrix | JoinedRows:
+    """Join matrices of equally many inputs; those of one form are one matrix."""
+    first = matrices[0]
+    if all(isinstance(each, Tensor) for each in matrices):
+        return torch.cat([each for each in matrices if isinstance(each, Tensor)])
+    alike = [
+        each
+        for each in matrices
+        if isinstance(each, QuantizedMatrix)
+        and isinstance(first, QuantizedMatrix)
+        and _form(each) == _form(first)
+    ]
+    if len(alike) < len(matrices):
+        return JoinedRows(tuple(matrices), dtype)
+    joined = iter([torch.cat(of_part) for of_part in zip(*map(_tensors, alike), strict=True)])
+    return alike[0].map(lambda _: next(joined))
+
+
 def cat_rows(matrices: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
     """Join matrices of equally many inputs; dequantizes them to `dtype` unless all have one form."""
-    first = matrices[0]
-    if len(matrices) == 1:
-        return first
-    if isinstance(first, QuantizedMatrix):
-        alike = [
-            each for each in matrices if isinstance(each, QuantizedMatrix) and _form(each) == _form(first)
-        ]
-        if len(alike) == len(matrices):
-            joined = iter([torch.cat(of_part) for of_part in zip(*map(_tensors, alike), strict=True)])
-            return first.map(lambda _: next(joined))
-    return torch.cat([plain(each, dtype) for each in matrices])
+    joined = join_rows(matrices, dtype)
+    return joined.plain() if isinstance(joined, JoinedRows) else joined
 
 
-def plain(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+def plain(matrix: Matrix | JoinedRows, dtype: torch.dtype) -> Tensor:
+    if isinstance(matrix, JoinedRows):
+        return matrix.plain()
     return matrix.dequantized(dtype) if isinstance(matrix, QuantizedMatrix) else matrix
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ..cpu_numba.element_ops import elements, records
 from .gemm_epilogues import finish_panel
-from .packed_weight import WEIGHT, expand_panel, prepare_panels
+from .packed_weight import MOST_FORMS, WEIGHT, expand_panel, prepare_panels
 from .tiles.amx_intrinsics import TILE_BYTES
 from .tiles.amx_tiles import COLUMNS, ROWS, multiply
 
@@ -41,18 +41,22 @@ def project_tiles(
     x, weight, bias, residual, y, num_rows, room, inputs, outputs, ending, sums, first_panel, last_panel, step
 ):  # fmt: skip
     """Compute some columns of a product; arguments: see `packed_gemm.project`."""
-    w = records(weight, 1, WEIGHT)[0]
     blocks = inputs // 32
     panel_bytes = blocks * TILE_BYTES
     x_stride = inputs * 2
     for start in range(0, num_rows, _rows_in_cache(inputs)):
         end = min(start + _rows_in_cache(inputs), num_rows)
+        form, first_of_form = 0, 0
+        w = records(weight, MOST_FORMS, WEIGHT)[0]
         for panel in range(first_panel, last_panel, step):
-            column = panel * COLUMNS
-            tiles = w.codes + 2 * panel * w.tile_bytes
+            while panel >= w.end:
+                form, first_of_form = form + 1, w.end
+                w = records(weight, MOST_FORMS, WEIGHT)[form]
+            column, of_form = panel * COLUMNS, panel - first_of_form
+            tiles = w.codes + 2 * of_form * w.tile_bytes
             if w.kernel != 0:
-                prepare_panels(w, panel, 1, 1, sums)
-                tiles = expand_panel(w, panel, step, sums)
+                prepare_panels(w, of_form, 1, 1, sums)
+                tiles = expand_panel(w, of_form, step, sums)
             begin = start
             while begin < end:
                 first, rows = _block_of_rows(begin, end, room)

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from ..backend import ContextWriter, DeviceCapabilities, Feature, ModelStackSpec, Stack
 from ..block_weights import AttentionShape, BlockWeights, MixerShape, Projection
-from ..checkpoint.quantized_matrix import CODES, Matrix, QuantizedAtLoad, QuantizedMatrix, quantize
+from ..checkpoint.quantized_matrix import (
+    CODES,
+    JoinedRows,
+    Matrix,
+    QuantizedAtLoad,
+    QuantizedMatrix,
+    quantize,
+)
 from ..cpu_numba.backend import NumbaBackend
 from ..cpu_numba.cpu_features import bf16_instructions
 from ..eager.moe_routing import LayerRouter
@@ -22,6 +29,7 @@ from ..memory.kv_cache import PagedKVCache
 from .fused_forward import FusedForward, can_compile, fits_pages
 from .operators import BlockedContextWriter, PackedLinear, PagedContexts
 from .packed_gemm import can_pack
+from .packed_weight import can_pack_rows
 from .qkv_heads import compact_blocks
 
 # Beyond a plain block, those of Gemma 3.
@@ -84,6 +92,12 @@ class PackedCpuBackend(NumbaBackend):
     def linear_of_codes(self, weight_OH: QuantizedMatrix, bias_O: Tensor | None = None) -> Projection:
         return self._packed(weight_OH, bias_O)
 
+    def _linear_of_rows(self, weight_OH: JoinedRows, bias_O: Tensor | None) -> Projection:
+        if not can_pack_rows(weight_OH):
+            return super()._linear_of_rows(weight_OH, bias_O)
+        self.num_codes += 1
+        return self._packed(weight_OH, bias_O)
+
     def route(self, weights: RouterWeights) -> Route:
         return LayerRouter(weights, self._linear(weights.weight_EH, weights.bias_E, None))
 
@@ -108,7 +122,7 @@ class PackedCpuBackend(NumbaBackend):
             return Linear(weight_OH, bias_O)
         return self._packed(quantize(weight_OH, quantization) if quantization else weight_OH, bias_O)
 
-    def _packed(self, weight_OH: Matrix, bias_O: Tensor | None) -> PackedLinear:
+    def _packed(self, weight_OH: Matrix | JoinedRows, bias_O: Tensor | None) -> PackedLinear:
         linear = PackedLinear(weight_OH, bias_O, self._num_threads)
         self.weight_bytes = (self.weight_bytes or 0) + linear.weight.num_bytes
         return linear

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..backend import Device, Ints, PlacedRows
-from ..checkpoint.quantized_matrix import Matrix
+from ..checkpoint.quantized_matrix import JoinedRows, Matrix
 from ..layers.rope import RotaryEmbedding
 from ..memory.kv_cache import PagedKVCache
 from .packed_gemm import PRODUCT, decoded_offset, run_product, scratch_bytes
@@ -41,7 +41,7 @@ class PackedLinear:
         "weight",
     )
 
-    def __init__(self, weight_OK: Matrix, bias_O: Tensor | None, num_threads: int) -> None:
+    def __init__(self, weight_OK: Matrix | JoinedRows, bias_O: Tensor | None, num_threads: int) -> None:
         self.out_features, self.in_features = weight_OK.shape
         self.bias_O, self.weight = bias_O, pack(weight_OK)
         self._num_threads = num_threads

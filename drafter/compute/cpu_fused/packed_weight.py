@@ -26,6 +26,7 @@ from ..checkpoint.quantized_matrix import (
     BlockedValues,
     Code,
     GroupValues,
+    JoinedRows,
     Matrix,
     QuantizedMatrix,
 )
@@ -36,12 +37,14 @@ from .tiles.code_tiles import CODE_ARGUMENTS, EXPAND, FACTORS, MULTIPLY, code_pr
 from .tiles.simd_tiles import TILE_BYTES
 
 MOST_TILES = 8  # multiplied at once
+MOST_FORMS = 3  # of a weight: those of q, k and v
 _BF16, _FP32, _BYTE = np.uint16(0), np.float32(0), np.uint8(0)
 # `kernel`: address of the task of a kind of codes, 0 for bf16; `group_shift`: log2 of a group's pairs;
 # `scratch_decoded`: offset in a thread's scratch memory for what is expanded; `shifts`: zeros or offsets. What
-# groups share has a form (`_FORMS`), in two levels with 2^shift groups in each of so many blocks.
+# groups share has a form (`_FORMS`), in two levels with 2^shift groups in each of so many blocks. A weight
+# whose outputs have several forms is a WEIGHT for each, one after the other, up to panel `end` of 32 outputs.
 WEIGHT = record_dtype(
-    "kernel codes tile_bytes pairs group_shift groups scratch_decoded"
+    "end kernel codes tile_bytes pairs group_shift groups scratch_decoded"
     " scales scale_form scale_blocks scale_block_shift scale_num_blocks"
     " shifts shift_form shift_blocks shift_block_shift shift_num_blocks",
     "factor",
@@ -110,6 +113,7 @@ class PackedWeight:
         codes: bf16 [T, K / 32, 16, 16, 2]: tiles of pairs of inputs (AMX's layout of B); or uint8 [T, ..]
             (`code_tiles.py`).
         scales, shifts: of codes; shifts are zeros or offsets.
+        following: further outputs in another form; all others are then a multiple of 32.
     """
 
     codes: Tensor
@@ -118,13 +122,27 @@ class PackedWeight:
     kernel: Task | None = None
     scales: _Shared | None = None
     shifts: _Shared | None = None
+    following: PackedWeight | None = None
 
     @property
     def num_groups(self) -> int:
+        """The groups of a row; the most of any row if they have several forms."""
+        return max(part._num_groups for part in self._parts)
+
+    @property
+    def _num_groups(self) -> int:
         return 0 if self.scales is None else self.scales.values_TG16.shape[1]
 
     @property
     def num_bytes(self) -> int:
+        return sum(part._num_bytes for part in self._parts)
+
+    @property
+    def _parts(self) -> list[PackedWeight]:
+        return [self, *([] if self.following is None else self.following._parts)]
+
+    @property
+    def _num_bytes(self) -> int:
         shared = [
             tensor for each in (self.scales, self.shifts) if each is not None for tensor in each.tensors
         ]
@@ -133,6 +151,7 @@ class PackedWeight:
     def rows(self, ids_N: Tensor) -> Tensor:
         """Return rows [N, K] of the weight, of codes, in bf16."""
         assert self.code is not None and self.scales is not None, "rows in bf16 are kept elsewhere"
+        assert self.following is None, "a vocabulary has one form"
         tile_N, column_N = ids_N // 16, ids_N % 16
         codes_NX = self.codes[tile_N, :, column_N]
         if self.code in PAIRED:
@@ -154,6 +173,7 @@ class PackedWeight:
 
     def interleaved(self) -> PackedWeight:
         """Interleave the outputs' two halves in groups of 16, as `project` requires for gate and up."""
+        assert self.following is None, "gate and up have one form"
         return replace(
             self,
             codes=_interleaved(self.codes),
@@ -162,28 +182,46 @@ class PackedWeight:
         )
 
     def record(self, scratch_decoded: int) -> np.ndarray:
-        """Return the WEIGHT; the tensors must outlive it."""
-        record_1 = np.zeros(1, dtype=WEIGHT)
-        w = record_1[0]
+        """Return the WEIGHT of each part; the tensors must outlive them."""
+        records_P, end = np.zeros(len(self._parts), dtype=WEIGHT), 0
+        for w, part in zip(records_P, self._parts, strict=True):
+            end += len(part.codes) // 2
+            w["end"] = end
+            part._write(w, scratch_decoded)
+        return records_P
+
+    def _write(self, w: np.void, scratch_decoded: int) -> None:
         w["codes"], w["tile_bytes"] = self.codes.data_ptr(), self.codes[0].nbytes
         if self.scales is None or self.kernel is None or self.code is None:
-            return record_1
+            return
         w["kernel"], w["scratch_decoded"] = self.kernel.address, scratch_decoded
         w["factor"] = FACTORS.get(self.code, 1.0)
-        w["pairs"], w["groups"] = self.in_features // 2, self.num_groups
-        pairs_of_group = self.in_features // self.num_groups // 2
-        w["group_shift"] = pairs_of_group.bit_length() - 1 if self.num_groups > 1 else _NO_SHIFT
+        groups = self._num_groups
+        w["pairs"], w["groups"] = self.in_features // 2, groups
+        w["group_shift"] = (self.in_features // groups // 2).bit_length() - 1 if groups > 1 else _NO_SHIFT
         self.scales.write(w, "scale")
         if self.shifts is not None:
             self.shifts.write(w, "shift")
-        return record_1
 
 
 def _interleaved(tiles: Tensor) -> Tensor:
     return tiles.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1).contiguous()
 
 
-def pack(weight_OK: Matrix) -> PackedWeight:
+def can_pack_rows(weight_OK: JoinedRows) -> bool:
+    """Return whether rows of several forms can be one weight, if their inputs can be packed."""
+    parts = weight_OK.parts
+    return len(parts) <= MOST_FORMS and all(len(part) % COLUMNS == 0 for part in parts[:-1])
+
+
+def pack(weight_OK: Matrix | JoinedRows) -> PackedWeight:
+    if isinstance(weight_OK, JoinedRows):
+        assert can_pack_rows(weight_OK), "all parts but the last are whole panels"
+        following = None
+        for part in reversed(weight_OK.parts):
+            following = replace(pack(part), following=following)
+        assert following is not None, "there are parts"
+        return following
     if isinstance(weight_OK, QuantizedMatrix):
         return _pack_codes(weight_OK)
     outputs, inputs = weight_OK.shape
@@ -298,7 +336,7 @@ def _expand(values, form, blocks, block_shift, num_blocks, tile, groups, factor,
 
 @elements
 def _float_of_half(bits):
-    """Return a finite fp16 as fp32: its exponent's bias is smaller by 112; a subnormal is a multiple of 2^-24."""
+    """Return a finite fp16 as fp32: its bias is smaller by 112, a subnormal is a multiple of 2^-24."""
     size = np.uint32(bits) & np.uint32(0x7FFF)
     normal = np.uint32(size << np.uint32(13)).view(np.float32) * np.float32(2.0**112)
     found = np.float32(size) * np.float32(2.0**-24) if size < 0x400 else normal

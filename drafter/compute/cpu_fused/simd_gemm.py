@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from ..cpu_numba.element_ops import elements, records
 from .gemm_epilogues import finish_panel
-from .packed_weight import WEIGHT, expand_panel, multiply_codes, prepare_panels
+from .packed_weight import MOST_FORMS, WEIGHT, expand_panel, multiply_codes, prepare_panels
 from .tiles.amx_tiles import COLUMNS, SUMS_STRIDE
 from .tiles.simd_tiles import (
     CHUNK,
@@ -46,27 +46,31 @@ def project_rows(
     x, weight, bias, residual, y, num_rows, room, inputs, outputs, ending, sums, first_panel, last_panel, step
 ):  # fmt: skip
     """Compute some columns of a product; arguments: see `packed_gemm.project`."""
-    w = records(weight, 1, WEIGHT)[0]
     packed = sums + SUMS_BYTES
     for start in range(0, num_rows, _rows_at_once(inputs)):
         count = min(_rows_at_once(inputs), num_rows - start)
         pack_rows(x + 2 * start * inputs, 2 * inputs, packed, count * ROW_BYTES, count, inputs)
         parts = (count + most_rows() - 1) // most_rows()
-        panel = first_panel
+        panel, form, begin = first_panel, 0, 0
+        w = records(weight, MOST_FORMS, WEIGHT)[0]
         while panel < last_panel:
+            while panel >= w.end:
+                form, begin = form + 1, w.end
+                w = records(weight, MOST_FORMS, WEIGHT)[form]
             panels = panels_at_once(count) if parts == 1 else 1
-            while panel + (panels - 1) * step >= last_panel:
+            while panel + (panels - 1) * step >= min(last_panel, w.end):
                 panels //= 2
-            tiles, tile_bytes = w.codes + 2 * panel * w.tile_bytes, inputs // 32 * TILE_BYTES
+            of_form = panel - begin
+            tiles, tile_bytes = w.codes + 2 * of_form * w.tile_bytes, inputs // 32 * TILE_BYTES
             if w.kernel != 0:
-                prepare_panels(w, panel, panels, step, sums)
+                prepare_panels(w, of_form, panels, step, sums)
                 if parts > 1:
-                    tiles = expand_panel(w, panel, step, sums)
+                    tiles = expand_panel(w, of_form, step, sums)
             for part in range(parts):
                 first, last = count * part // parts, count * (part + 1) // parts
                 rows = last - first
                 if w.kernel != 0 and parts == 1:
-                    multiply_codes(packed, count * ROW_BYTES, w, panel, step, sums, rows, panels)
+                    multiply_codes(packed, count * ROW_BYTES, w, of_form, step, sums, rows, panels)
                 else:
                     multiply_rows(
                         packed + first * ROW_BYTES, count * ROW_BYTES, tiles, tile_bytes,

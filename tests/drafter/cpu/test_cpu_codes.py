@@ -11,9 +11,11 @@ import pytest
 import torch
 from manta.drafter.compute.checkpoint.packed_codes import PackedCodes, stack
 from manta.drafter.compute.checkpoint.quantized_matrix import (
+    JoinedRows,
     QuantizedAtLoad,
     QuantizedMatrix,
     cat_rows,
+    join_rows,
     quantize,
 )
 from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
@@ -122,6 +124,28 @@ def test_joined_rows_are_those_of_the_parts(name: str) -> None:
     other = cat_rows([parts[0], plain], torch.bfloat16)
 
     assert isinstance(other, Tensor) and other[:32].equal(expected[:32])
+
+
+@pytest.mark.parametrize(
+    "names", [("uint4", "int8 in blocks"), ("int4", "plain", "e2m1"), ("plain", "uint4")]
+)
+def test_rows_of_several_forms_are_one_product_with_the_bits_of_their_parts(names: tuple[str, ...]) -> None:
+    sizes = (96, 64, 40) if len(names) == 3 else (96, 40)
+    makes = MATRICES | {"plain": lambda o, i: random(o, i).bfloat16()}  # type: ignore[dict-item]
+    joined = join_rows(
+        [makes[name](size, 192) for name, size in zip(names, sizes, strict=True)], torch.bfloat16
+    )
+    assert isinstance(joined, JoinedRows)
+    bias, x = torch.randn(sum(sizes)).bfloat16(), torch.randn(130, 192).bfloat16()
+    backend = FusedCpuBackend(2)
+    packed, plain = (backend.linear_of_either(w, bias) for w in (joined, joined.plain()))
+    assert (backend.num_codes, backend.num_plain) == (1, 1)
+    for count in (*range(1, 18), 64, 130):
+        assert packed(x[:count]).equal(plain(x[:count])), count
+    odd = join_rows([MATRICES["int4"](40, 192), MATRICES["uint4"](32, 192)], torch.bfloat16)
+    assert isinstance(odd, JoinedRows)
+    assert backend.linear_of_either(odd)(x).equal(PackedLinear(odd.plain(), None, 2)(x))
+    assert (backend.num_codes, backend.num_plain) == (1, 2)
 
 
 @pytest.mark.parametrize(

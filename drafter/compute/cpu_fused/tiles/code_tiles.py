@@ -1,8 +1,8 @@
 """Products of rows with weights of 8 and 4 bits, decoded in vector registers.
 
 A decoded value is the matrix's in bf16 (`checkpoint/quantized_matrix.py`): code times scale, plus offset if
-any, in fp32, rounded to bf16 where that product need not be exact. Sums are chains over the inputs in order, as of bf16 weights
-(`simd_tiles.py`), so a product has the bits of one with the dequantized matrix.
+any, in fp32, rounded to bf16 where that product need not be exact. Sums are chains over the inputs in order,
+as of bf16 weights (`simd_tiles.py`), so a product has the bits of one with the dequantized matrix.
 
     codes, per 16 columns:    8 bits: [K, 16]         4 bits: [K / 2, 16], the earlier input in the low nibble
     scales, and zeros or offsets, expanded:     fp32 [tiles of 16 columns, G, 16]
@@ -49,7 +49,10 @@ from .simd_tiles import RegisterTile, input_address, prefetch_lines, switch_tile
 from .simd_vectors import rounded_lanes
 
 # Arguments of both operations, as int64 in this order; `target` of expanded tiles alone.
-CODE_ARGUMENTS = "a chunk_bytes codes tile_bytes panel_bytes scales shifts pairs group_shift groups sums rows panels target"
+CODE_ARGUMENTS = (
+    "a chunk_bytes codes tile_bytes panel_bytes scales shifts pairs group_shift groups sums rows panels"
+    " target"
+)
 MULTIPLY, EXPAND = 0, 1
 # Factors by which decoded codes are too small; scales are multiplied by them when they are expanded.
 FACTORS: Mapping[Code, float] = {"e4m3": 2.0**8, "e2m1": 2.0**14}
