@@ -40,7 +40,7 @@ MOST_TILES = 8  # multiplied at once
 MOST_FORMS = 3  # of a weight: those of q, k and v
 _BF16, _FP32, _BYTE = np.uint16(0), np.float32(0), np.uint8(0)
 # `kernel`: address of the task of a kind of codes, 0 for bf16; `group_shift`: log2 of a group's pairs;
-# `scratch_decoded`: offset in a thread's scratch memory for what is expanded; `shifts`: zeros or offsets. What
+# `scratch_decoded`: offset of what is expanded in a thread's scratch memory; `shifts`: zeros or offsets. What
 # groups share has a form (`_FORMS`), in two levels with 2^shift groups in each of so many blocks. A weight
 # whose outputs have several forms is a WEIGHT for each, one after the other, up to panel `end` of 32 outputs.
 WEIGHT = record_dtype(
