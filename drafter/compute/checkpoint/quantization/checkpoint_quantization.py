@@ -24,6 +24,7 @@ class CheckpointQuantization:
         quantizes_kv_cache: whether the publisher's engine stores K and V in 8 bits or fewer.
         has_fp8_kv_scales: whether stored scales of K and V, if any, are for FP8 (`kv_scales.py`).
         packed_experts: form of all routed experts, stored without modules of their own.
+        gguf_files: parts of the GGUF file that holds the tensors, in place of safetensors.
     """
 
     method: str
@@ -34,6 +35,7 @@ class CheckpointQuantization:
     quantizes_kv_cache: bool = False
     has_fp8_kv_scales: bool = True
     packed_experts: Literal["mxfp4"] | None = None
+    gguf_files: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         schemes = dict.fromkeys(str(scheme) for _, scheme in self.targets if scheme is not None)

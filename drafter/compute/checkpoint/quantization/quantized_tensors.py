@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .....cluster.errors import CheckpointError
 from ...memory.kv_cache import UNSCALED, KVScales
+from ..gguf.gguf_folder import open_gguf_folder
 from ..quantized_matrix import QuantizedMatrix
 from ..safetensors_reader import FLOATS, TensorFolder, TensorHeaders
 from .checkpoint_quantization import KEY, CheckpointQuantization
@@ -161,7 +162,9 @@ class QuantizedFolder(QuantizedTensors):
     """Tensors of a quantized checkpoint; matrices are dequantized, and rounded once from fp32 to `dtype`."""
 
     def __init__(self, folder: str | Path, quantization: CheckpointQuantization, dtype: torch.dtype) -> None:
-        self._files, self._dtype = TensorFolder(folder), dtype
+        files = quantization.gguf_files
+        self._files = open_gguf_folder(folder, files) if files else TensorFolder(folder)
+        self._dtype = dtype
         super().__init__(self._files, quantization)
         self.folder = self._files.folder
 

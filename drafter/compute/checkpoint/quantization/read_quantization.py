@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .....cluster.errors import CheckpointError
+from ..gguf.gguf_folder import read_gguf
 from ..hf_config import Json, read_json, wrong
 from .auto_round import read_auto_round
 from .awq import read_awq
@@ -33,8 +34,9 @@ _READERS: Mapping[str, Callable[[Json, str], CheckpointQuantization]] = {
     "modelopt": read_modelopt,
     "modelopt_fp4": read_modelopt,
     "mxfp4": _read_mxfp4,
+    "gguf": read_gguf,
 }
-_NAMED = ("fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "awq", "auto-round", "modelopt", "mxfp4")
+_NAMED = ("fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "awq", "auto-round", "modelopt", "mxfp4", "gguf")
 
 
 def read_quantization(raw: Json, folder: Path, *, param: str) -> CheckpointQuantization | None:

@@ -1,0 +1,145 @@
+"""What an architecture's definition consists of, and parts that several definitions share.
+
+A definition is the only place that knows an architecture: the keys of config.json from the file's metadata,
+and for each part of the file the name in the Hugging Face checkpoint and the rule that undoes what the
+converter to GGUF did to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .gguf_file import GgufFile
+from .header import TensorInfo
+from .metadata_keys import MetadataKeys
+from .tensor_views import Computed, RowOrder, StoredRows, TensorView, values
+
+Config = dict[str, Any]  # Any: JSON values
+Views = Mapping[str, TensorView]
+# Returns the tensors that a part of the file becomes; the name is that of Hugging Face, with its layer.
+Rule = Callable[[MetadataKeys, TensorInfo, str], Views]
+
+FREQUENCIES = "rope_freqs.weight"
+
+
+def whole(_: MetadataKeys, info: TensorInfo, name: str) -> Views:
+    return {name: StoredRows(info)}
+
+
+def nothing(_keys: MetadataKeys, _info: TensorInfo, _name: str) -> Views:
+    """Return no tensor: the part is in config.json, or in the tensors of another part."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the file: its name in the Hugging Face checkpoint, and how it becomes that tensor."""
+
+    name: str = ""
+    rule: Rule = whole
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """An architecture of GGUF.
+
+    Attributes:
+        class_name, model_type: of the Hugging Face model.
+        config: keys of config.json beside those that all architectures have.
+        layer: parts of a layer, without "blk.N."; one with neither ".weight" nor ".bias" stands for both.
+        others: parts outside of layers, by their whole names.
+    """
+
+    class_name: str
+    model_type: str
+    config: Callable[[MetadataKeys], Config]
+    layer: Mapping[str, Part]
+    others: Mapping[str, Part] = field(default_factory=dict[str, Part])
+
+
+def rotary_pairs(heads: str) -> Rule:
+    """Return a rule for rows of heads whose rotated pairs are neighbors in GGUF, but half a head apart here.
+
+    `heads` is the key with their number.
+    """
+
+    def rule(keys: MetadataKeys, info: TensorInfo, name: str) -> Views:
+        return {name: StoredRows(info, order=_halves(keys.count(heads)))}
+
+    return rule
+
+
+def _halves(num_heads: int) -> RowOrder:
+    def order(num_rows: int) -> Tensor:
+        return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
+
+    return order
+
+
+def one_less(_: MetadataKeys, info: TensorInfo, name: str) -> Views:
+    """Return the w of a norm that multiplies by 1 + w."""
+    return {name: Computed(info.shape, lambda file: values(file, info.name) - 1)}
+
+
+def experts(_: MetadataKeys, info: TensorInfo, name: str) -> Views:
+    """Return a matrix per expert of a tensor [E, O, I]; `name` has a place for the expert's number."""
+    num_experts, rows = (1, *info.shape)[-3:-1]
+    return {
+        name.format(expert=expert): StoredRows(info, expert * rows, rows) for expert in range(num_experts)
+    }
+
+
+ATTENTION: Mapping[str, Part] = {
+    "attn_norm": Part("input_layernorm"),
+    "attn_q": Part("self_attn.q_proj"),
+    "attn_k": Part("self_attn.k_proj"),
+    "attn_v": Part("self_attn.v_proj"),
+    "attn_output": Part("self_attn.o_proj"),
+}
+HEAD_NORMS: Mapping[str, Part] = {
+    "attn_q_norm": Part("self_attn.q_norm"),
+    "attn_k_norm": Part("self_attn.k_norm"),
+}
+DENSE: Mapping[str, Part] = {
+    "ffn_gate": Part("mlp.gate_proj"),
+    "ffn_up": Part("mlp.up_proj"),
+    "ffn_down": Part("mlp.down_proj"),
+}
+PLAIN: Mapping[str, Part] = {**ATTENTION, **DENSE, "ffn_norm": Part("post_attention_layernorm")}
+
+
+def expert_parts(gate: str, up: str, down: str) -> Mapping[str, Part]:
+    """Return the parts of routed experts, given the names of an expert's matrices."""
+    return {
+        "ffn_gate_exps": Part(gate, experts),
+        "ffn_up_exps": Part(up, experts),
+        "ffn_down_exps": Part(down, experts),
+    }
+
+
+def has_part(file: GgufFile, part: str) -> bool:
+    """Return whether some layer has the part, such as "attn_q.bias"."""
+    return any(name.startswith("blk.") and name.split(".", 2)[-1] == part for name in file.tensors)
+
+
+def attention_config(keys: MetadataKeys) -> Config:
+    """Return the sizes of attention, and of a dense MLP if the file states it."""
+    heads = keys.count("attention.head_count")
+    size = keys.count("attention.key_length", keys.count("embedding_length") // heads)
+    if (of_values := keys.count("attention.value_length", size)) != size:
+        raise keys.wrong("attention.value_length", of_values, f"{size}, as attention.key_length")
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
+        "head_dim": size,
+        **(
+            {"intermediate_size": keys.count("feed_forward_length")}
+            if keys.has("feed_forward_length")
+            else {}
+        ),
+    }

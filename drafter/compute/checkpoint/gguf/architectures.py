@@ -1,0 +1,136 @@
+"""Shows a GGUF file as a Hugging Face checkpoint: config.json, generation_config.json, and its tensors.
+
+Called by the reader of tensors (`gguf_folder.py`), and where a file becomes a folder with a tokenizer. The
+definitions of architectures are in the modules that `_ARCHITECTURES` joins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+from gguf.constants import GGMLQuantizationType
+
+from .....cluster.errors import CheckpointError, brief_name
+from ..hf_config import wrong
+from .architecture import Architecture, Config, Part
+from .gguf_file import GgufFile
+from .metadata_keys import ARCHITECTURE, MetadataKeys
+from .plain_architectures import ARCHITECTURES as PLAIN
+from .tensor_views import TensorView
+
+METHOD = "gguf"
+_ARCHITECTURES: Mapping[str, Architecture] = {**PLAIN}
+
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+_OTHERS: Mapping[str, Part] = {
+    _EMBEDDING: Part("model.embed_tokens.weight"),
+    "output_norm.weight": Part("model.norm.weight"),
+    _HEAD: Part("lm_head.weight"),
+}
+_LAYER = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+)", re.S)
+_TOKENS = "tokenizer.ggml.tokens"
+_TOKEN_IDS = {"bos_token_id": ("bos",), "eos_token_id": ("eos", "eot", "eom"), "pad_token_id": ("padding",)}
+_SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+
+
+def config_of(file: GgufFile) -> Config:
+    """Return the content of config.json. Raises CheckpointError for an architecture that is not supported."""
+    keys, found = _definition(file)
+    return {
+        "architectures": [found.class_name],
+        "model_type": found.model_type,
+        "hidden_size": keys.count("embedding_length"),
+        "num_hidden_layers": keys.count("block_count"),
+        "vocab_size": _vocab_size(file),
+        "max_position_embeddings": keys.count("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": _HEAD not in file.tensors,
+        "dtype": _dtype(file),
+        **found.config(keys),
+        **token_ids_of(file),
+        "quantization_config": {"quant_method": METHOD, "files": [str(path) for path in file.paths]},
+    }
+
+
+def generation_config_of(file: GgufFile) -> Config:
+    """Return the content of generation_config.json: token ids, and the publisher's sampling if any."""
+    stated = {name: file.metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
+    sampling = {
+        name: float(str(np.float32(value))) if isinstance(value, float) else value
+        for name, value in stated.items()
+        if isinstance(value, int | float)
+    }
+    return {**token_ids_of(file), **({"do_sample": True, **sampling} if sampling else {})}
+
+
+def token_ids_of(file: GgufFile) -> Config:
+    """Return ids that the file states; of several end tokens a list."""
+    found: Config = {}
+    for name, kinds in _TOKEN_IDS.items():
+        stated = [file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in kinds]
+        ids = list(dict.fromkeys(each for each in stated if type(each) is int))
+        if ids:
+            found[name] = ids if len(ids) > 1 else ids[0]
+    return found
+
+
+def views_of(file: GgufFile) -> Mapping[str, TensorView]:
+    """Return the tensors by their names in the Hugging Face checkpoint.
+
+    Raises CheckpointError for an architecture that is not supported, or a tensor that it does not have.
+    """
+    keys, found = _definition(file)
+    views: dict[str, TensorView] = {}
+    for info in file.tensors.values():
+        part = _part_of(info.name, found)
+        if part is None:
+            raise CheckpointError(
+                f"{file.path}: {brief_name(info.name)} is no tensor of {keys.architecture} that is known"
+                " here. Take a file that llama.cpp's own converter wrote."
+            )
+        views |= part.rule(keys, info, part.name)
+    return views
+
+
+def _definition(file: GgufFile) -> tuple[MetadataKeys, Architecture]:
+    keys = MetadataKeys(file)
+    found = _ARCHITECTURES.get(keys.architecture)
+    if found is None:
+        wanted = f"one of {', '.join(_ARCHITECTURES)}: others are not supported"
+        raise wrong(str(file.path), ARCHITECTURE, keys.architecture, wanted)
+    return keys, found
+
+
+def _part_of(name: str, found: Architecture) -> Part | None:
+    """Return a tensor's part with its whole name, layer included."""
+    matched = _LAYER.fullmatch(name)
+    if matched is None:
+        return found.others.get(name, _OTHERS.get(name))
+    prefix = f"model.layers.{matched['layer']}."
+    if (exact := found.layer.get(matched["part"])) is not None:
+        return Part(prefix + exact.name, exact.rule)
+    module, _, suffix = matched["part"].rpartition(".")
+    part = found.layer.get(module)
+    if part is None or suffix not in ("weight", "bias"):
+        return None
+    return Part(f"{prefix}{part.name}.{suffix}", part.rule)
+
+
+def _vocab_size(file: GgufFile) -> int:
+    embedding, tokens = file.tensors.get(_EMBEDDING), file.metadata.get(_TOKENS)
+    if embedding is None:
+        raise CheckpointError(f"{file.path} has no {_EMBEDDING}: it holds no whole language model.")
+    if isinstance(tokens, list) and len(tokens) != embedding.shape[0]:
+        raise CheckpointError(
+            f"{file.path} has {len(tokens)} tokens in {_TOKENS}, but {embedding.shape[0]} rows of"
+            f" {_EMBEDDING}; convert the model again."
+        )
+    return embedding.shape[0]
+
+
+def _dtype(file: GgufFile) -> str:
+    """Return the dtype to compute in: fp32 if all matrices have it, else bf16, as models are published."""
+    matrices = {info.type for info in file.tensors.values() if len(info.shape) > 1}
+    return "float32" if matrices <= {GGMLQuantizationType.F32, GGMLQuantizationType.F64} else "bfloat16"
