@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
-from ..quantization.scheme import Scheme, StoredForm, enclosing, packed_form, require_finite, require_multiple
-from ..quantized_matrix import PackedForm, QuantizedMatrix
+from ..quantization.scheme import Scheme, StoredForm, enclosing, require_finite, require_multiple
+from ..quantized_matrix import BlockedValues, PackedForm, QuantizedMatrix
 from ..safetensors_reader import TensorFolder, TensorHeaders
-from .block_formats import CODED, BlockCodes, block_sizes, codes_of, values_of
+from .block_formats import CODED, block_sizes, codes_of, values_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,7 @@ class BlockScheme(Scheme):
     @property
     def packed_form(self) -> PackedForm | None:
         form = CODED.get(self.type)
-        if form is None or form.code == "uint8":
-            return None
-        return packed_form(form.code, form.group, form.scales)
+        return None if form is None else form.form
 
     @property
     def dtype(self) -> str:
@@ -54,7 +53,7 @@ class BlockScheme(Scheme):
     def read(self, files: TensorFolder, module: str, rows: slice, columns: slice) -> Tensor:
         blocks, first = self._blocks(files, module, rows, columns)
         if self.type in CODED:
-            values = self._finite(codes_of(self.type, blocks), files, module).values()
+            values = self._codes(blocks, files, module).dequantized(torch.float32)
         else:
             values = values_of(self.type, blocks)
         return values.narrow(1, first, columns.stop - columns.start)
@@ -62,16 +61,10 @@ class BlockScheme(Scheme):
     def read_codes(
         self, files: TensorFolder, module: str, rows: slice, columns: slice
     ) -> QuantizedMatrix | None:
-        form = CODED.get(self.type)
-        if form is None or columns.start % form.group or columns.stop % form.group:
+        inputs, _ = block_sizes(self.type)
+        if self.type not in CODED or columns.start % inputs or columns.stop % inputs:
             return None
-        blocks, first = self._blocks(files, module, rows, columns)
-        matrix = self._finite(codes_of(self.type, blocks), files, module).matrix()
-        if matrix is None or matrix.shape[1] == columns.stop - columns.start:
-            return matrix
-        groups = slice(first // form.group, (first + columns.stop - columns.start) // form.group)
-        codes_OI = matrix.codes_OI.narrow(1, first, columns.stop - columns.start)
-        return QuantizedMatrix(matrix.code, codes_OI.contiguous(), matrix.scales_OG[:, groups].contiguous())
+        return self._codes(self._blocks(files, module, rows, columns)[0], files, module)
 
     def _blocks(self, files: TensorFolder, module: str, rows: slice, columns: slice) -> tuple[Tensor, int]:
         """Return the bytes of the blocks that hold the columns, and the first column's offset in them."""
@@ -79,8 +72,11 @@ class BlockScheme(Scheme):
         blocks, first = enclosing(columns, inputs)
         return files.part(f"{module}.weight", rows, slice(blocks.start * size, blocks.stop * size)), first
 
-    def _finite(self, codes: BlockCodes, files: TensorFolder, module: str) -> BlockCodes:
-        for numbers in (codes.scales_OG, codes.mins_OG):
+    def _codes(self, blocks: Tensor, files: TensorFolder, module: str) -> QuantizedMatrix:
+        matrix = codes_of(self.type, blocks)
+        for numbers in (matrix.scales_OG, matrix.offsets_OG):
+            if isinstance(numbers, BlockedValues):
+                numbers = numbers.blocks_OB
             if numbers is not None:
                 require_finite(numbers, files, f"{module}.weight")
-        return codes
+        return matrix
