@@ -11,6 +11,7 @@ A schema is seen as a disjunction of `Branch`es, in each of which several plain 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -122,6 +123,14 @@ class ArgumentSchema:
         known = [types for types in found if types is not None]
         return frozenset[str]().union(*known) if len(known) == len(found) else frozenset()
 
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of the declared properties, in any branch."""
+        try:
+            return frozenset(name for branch in self.branches for name in branch.names)
+        except TooManyBranchesError:
+            return frozenset()
+
     def at(self, schema: Schema | bool) -> ArgumentSchema:
         """Return another schema of the same document."""
         return ArgumentSchema(self.document, schema)
@@ -166,10 +175,19 @@ _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 NULL_WORDS, BOOLEAN_WORDS = "(?i:null|none)", "(?i:true|false)"  # regular expressions of what `_WORDS` reads
 
 
+def without_zero_fraction(number: str) -> str:
+    """Return `5` for `5.0`: the same JSON number, which every client reads, also as an integer."""
+    found = _WHOLE.fullmatch(number)
+    return found[1] if found else number
+
+
+_WHOLE = re.compile(r"(-?[1-9][0-9]*|0)\.0+")
+
+
 def _one_line(word: str, value: Any) -> str:
     """Return a number as it was written, and other values in the usual form."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return word
+        return without_zero_fraction(word)
     return without_surrogates(json.dumps(value, ensure_ascii=False))
 
 

@@ -43,8 +43,11 @@ class HeadedCalls:
             return
         around, num_read = Marks(self.begin, self.section_end), 0
         while (yield from source.through(around, nowhere)) == self.begin:  # drop text between calls
-            yield from self._read_call(source, calls)
-            num_read += 1
+            try:
+                yield from self._read_call(source, calls)
+                num_read += 1
+            except NotACallError:
+                pass  # text between calls, too
         if not num_read:
             raise NotACallError
 
@@ -56,9 +59,9 @@ class HeadedCalls:
             if (yield from source.peek()) in ("[", "{"):
                 yield from self._read_list(source, calls, self.listed)
                 return
-        # Some models omit the heading before a brace.
-        headings = Marks(self.heading) if self.end else Marks(self.heading, "{")
-        header, mark = yield from source.short_with_mark(headings)
+        # Some models omit the heading before a brace, or the arguments.
+        end = self.end[self.end.find("<") :]
+        header, mark = yield from source.short_with_mark(Marks(self.heading, end or "{"))
         if mark == "{":
             source.step_back(len(mark))
         header = header.strip()
@@ -66,8 +69,13 @@ class HeadedCalls:
         name = name.removeprefix(self.prefix)
         if self.numbered and (found := _INDEX.fullmatch(name)) is not None:
             name, given_id = found[1], header
+        elif self.numbered and name.strip() not in calls.schemas:
+            raise NotACallError
         calls.open(name.strip(), given_id or None, id_chars=self.id_chars)
-        yield from self._read_arguments(source, calls)
+        if mark == end:
+            calls.add("{}")
+        else:
+            yield from self._read_arguments(source, calls)
 
     def _read_arguments(self, source: TextSource, calls: OpenCalls) -> Waiting[None]:
         if not self.end:

@@ -37,6 +37,11 @@ class JsonCalls:
     def begins(self) -> tuple[str, ...]:
         return tuple(filter(None, (self.begin or self.before,)))
 
+    @property
+    def _is_bare(self) -> bool:
+        """Whether the text alone says that it is a call: it needs arguments, and they begin as JSON."""
+        return not self.begin and bool(self.between)
+
     def read(self, source: TextSource, calls: OpenCalls, mark: str) -> Waiting[None]:
         """Read `{"name": .., "arguments": {..}}`, keys in either order."""
         name: str | None = None
@@ -66,12 +71,13 @@ class JsonCalls:
                     early.append((yield from json_string(source, limit=None)))
                 elif first != "{":
                     raise NotACallError
+                begun = (yield from _begun_object(source)) if self._is_bare and first == "{" else ""
                 if name is not None:
                     calls.open(name, id_chars=self.id_chars)
                     opened = True
                     calls.add("".join(early))
                 if first == "{":
-                    yield from json_value(source, calls.add if opened else early.append)
+                    yield from json_value(source, calls.add if opened else early.append, begun=begun)
             elif key in _LABELS:
                 yield from _skip_value(source)
             else:
@@ -82,7 +88,7 @@ class JsonCalls:
                     raise NotACallError
                 break
         if not opened:
-            if name is None:
+            if name is None or (self._is_bare and not early):
                 raise NotACallError
             calls.open(name, id_chars=self.id_chars)
             calls.add("".join(early) or "{}")
@@ -134,9 +140,25 @@ def json_string(source: TextSource, limit: int | None = _MAX_CHARS) -> Waiting[s
         raise NotACallError from None
 
 
-def json_value(source: TextSource, sink: Sink) -> Waiting[None]:
-    """Pass on a value up to the bracket that closes it, or to a mark. Only nesting depth is tracked."""
+def _begun_object(source: TextSource) -> Waiting[str]:
+    """Return an object's brace and blanks. Raises NotACallError if neither a key nor its end follows."""
+    parts = [(yield from source.character())]
+    while (found := (yield from source.peek())) and found in " \t\r\n":
+        parts.append((yield from source.character()))
+    if found and found not in '"}':
+        raise NotACallError
+    return "".join(parts)
+
+
+def json_value(source: TextSource, sink: Sink, begun: str = "") -> Waiting[None]:
+    """Pass on a value up to the bracket that closes it, or to a mark. Only nesting depth is tracked.
+
+    `begun`: its first bracket, if that was read before.
+    """
     depth = 0
+    if begun:
+        sink(begun)
+        depth = 1
     while True:
         found = yield from source.span(_STRUCTURE, sink)
         if found in ("", "<"):

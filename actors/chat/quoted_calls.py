@@ -10,12 +10,13 @@ from typing import Any
 
 from ...cluster.errors import RequestError
 from ..structured_outputs.lark_text import either, quoted, regex
-from .argument_schema import ArgumentSchema, Branch, no_constant
+from .argument_schema import ArgumentSchema, Branch, no_constant, without_zero_fraction
 from .call_syntax import CallRules, OpenCalls, Schemas
 from .lark_writer import LarkWriter, branches_of, strings, without
 from .tagged_calls import escaped, name_before
 from .text_stream import Marks, NotACallError, Sink, TextSource, Waiting
 
+_AFTER_NAME = re.compile(r"[{<\n]")
 _BARE_END = re.compile(r"[{}\[\],:<]")
 _BARE_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _ANY_KEY = regex("[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -40,10 +41,13 @@ class QuotedCalls:
         """Read `call:NAME{..} end` and convert it to JSON as it arrives."""
         if (yield from source.starts_with(self.heading, ":")) is None:  # some calls lack the word
             raise NotACallError
-        name = yield from name_before(source, re.compile(r"[{<\n]"))
+        name = (yield from name_before(source, _AFTER_NAME)).strip()
+        if (yield from source.starts_with(self.end)) is not None:
+            calls.open(name)
+            calls.add("{}")
+            return
         if (yield from source.peek()) != "{":
             raise NotACallError
-        name = name.strip()
         calls.open(name)
         yield from self._read_value(source, calls.add, calls.schemas.get(name))
         yield from source.skip()
@@ -219,4 +223,4 @@ def _bare_as_json(word: str) -> str:
         json.loads(word, parse_constant=no_constant)
     except ValueError:
         return json.dumps(word, ensure_ascii=False)
-    return word
+    return without_zero_fraction(word)

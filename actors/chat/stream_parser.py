@@ -3,8 +3,9 @@
 One `Splitter` per completion, driven by a table of formats (`chat_formats.py`). The total output depends only
 on the text received, not on how it was split: a stream, a complete response and a stream that another replica
 continues give the same result. Text that may begin a mark is held back, and so is a call until it is known to
-be one; text that looks like a call but is none is content. Newlines next to a mark belong to it. Called by
-`AnswerParser` (`chat_model.py`).
+be one; text that looks like a call but is none is content. Newlines next to a mark belong to it; where an API
+joins the content before and after, they separate it (`TextPiece.gap`). Called by `AnswerParser`
+(`chat_model.py`).
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ class Splitter:
         self._num_calls = 0
         self._has_thought = False
         self._blank = ""  # at the start of a stretch of content, shown unless a call follows
+        self._newlines = ""  # at the marks since the last content, up to `_NEWLINES`
+        self._has_messages = isinstance(thinking, Messages) or isinstance(calls, Messages)
+        self._shown: set[str] = set()  # kinds of text that the answer has so far
         self._pieces: list[TextPiece | CallPiece] = []
         self._section: tuple[str, int] = ("", -1)  # kind and number of the stretch of text being read
         self._source = TextSource()
@@ -115,9 +119,15 @@ class Splitter:
 
     def _emit(self, kind: Literal["reasoning", "content"], text: str) -> None:
         current, number = self._section
+        gap = ""
         if kind != current:
             self._section = kind, number + 1
-        self._pieces.append(TextPiece(kind, text, self._section[1]))
+            if kind in self._shown:
+                gap = "\n" if kind == "reasoning" or self._has_messages else self._newlines
+            self._shown.add(kind)
+        if kind == "content":
+            self._newlines = ""
+        self._pieces.append(TextPiece(kind, text, self._section[1], gap))
 
     def end_section(self) -> None:
         """Begin a stretch of its own with the next text, even if it is of the same kind."""
@@ -156,6 +166,7 @@ class Splitter:
             mark = yield from self._source.through(marks, self._emit_content)
             if mark is None:
                 return
+            self._add_newlines(len(mark) - len(mark.lstrip("\n")))
             if thinking is not None and mark.endswith(thinking.begin):
                 yield from self._read_thoughts(thinking, calls)
             elif thinking is None or not mark.endswith(thinking.end):
@@ -198,9 +209,12 @@ class Splitter:
             if mark.endswith(thinking.end):
                 break
             assert calls is not None, "only calls have other marks"
-            if (yield from self._read_call(calls, mark, self._emit_reasoning)):
+            begin = mark.lstrip("\n")
+            if newlines := mark.removesuffix(begin):  # they are before no mark of the reasoning's
+                self._emit_reasoning(newlines)
+            if (yield from self._read_call(calls, begin, self._emit_reasoning)):
                 return
-        yield from self._source.skip("\n")
+        yield from self._skip_newlines()
 
     def _read_call(self, calls: CallSyntax, mark: str, otherwise: Sink) -> Waiting[bool]:
         """Read a call after its mark; False if it is none, and the mark goes to `otherwise`."""
@@ -214,8 +228,15 @@ class Splitter:
                 otherwise(mark)
                 return False
         self._source.forget()
-        yield from self._source.skip("\n")
+        yield from self._skip_newlines()
         return True
+
+    def _skip_newlines(self) -> Waiting[None]:
+        while (yield from self._source.starts_with("\n")):
+            self._add_newlines(1)
+
+    def _add_newlines(self, count: int) -> None:
+        self._newlines = (self._newlines + "\n" * count)[:_NEWLINES]
 
     def _read_bare_calls(self, calls: JsonCalls) -> Waiting[bool]:
         """Read calls without marks at the start; False if any was read, so that nothing else follows."""

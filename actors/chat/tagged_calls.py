@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from ...cluster.errors import RequestError, brief
 from ..structured_outputs.lark_text import either, quoted, regex
 from ..structured_outputs.schema_keywords import TYPES
-from .argument_schema import ArgumentSchema, Branch, read_value
+from ..tokenization.client_messages import without_surrogates
+from .argument_schema import ArgumentSchema, Branch, no_constant, read_value
 from .call_syntax import CallRules, OpenCalls, Schemas
 from .lark_writer import BLANKS, LarkWriter, branches_of, raw_value, strings, without
 from .text_stream import Marks, NotACallError, Sink, TextSource, Waiting, gathering
 
 _AFTER_NAME = re.compile(r"[\n<]")
+_WRAPPERS = frozenset({"arguments", "input"})  # in which DeepSeek V3.2 writes all arguments at times
 _ANY_KEY = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"  # of properties that a schema allows without naming them
 
 
@@ -70,9 +72,14 @@ class TaggedCalls:
         calls.open(name)
         schema = calls.schemas.get(name)
         separator = "{"
+        wrapped: list[str] = []  # a first argument that may be an object of all arguments
         while True:
             yield from source.skip()
             mark = yield from source.closing(self.key_open, self.end)
+            if wrapped:
+                inner = _unwrapped(wrapped[-1], schema) if mark == self.end else None
+                calls.add("".join(wrapped) if inner is None else inner)
+                wrapped.clear()
             if mark != self.key_open:
                 break
             source.mark()
@@ -89,9 +96,19 @@ class TaggedCalls:
             if self.value_open:
                 yield from source.skip()
                 yield from source.starts_with(self.value_open)
-            calls.add(separator + json.dumps(key, ensure_ascii=False) + ": ")
+            begin = separator + json.dumps(key, ensure_ascii=False) + ": "
+            types = self._types(schema, key, closed)
+            if separator == "{" and key in _WRAPPERS and schema is not None and schema.property(key) is None:
+                value: list[str] = []
+                ended = yield from self._read_value(source, value.append, types)
+                wrapped = [begin, "".join(value)]
+            else:
+                calls.add(begin)
+                ended = yield from self._read_value(source, calls.add, types)
             separator = ", "
-            if not (yield from self._read_value(source, calls, self._types(schema, key, closed))):
+            if not ended:
+                if wrapped:
+                    calls.add("".join(wrapped))
                 return
         if not source.ended or mark == self.end:
             calls.add("{}" if separator == "{" else "}")
@@ -109,20 +126,20 @@ class TaggedCalls:
             return declared
         return declared & tagged[closed] or declared or tagged[closed]
 
-    def _read_value(self, source: TextSource, calls: OpenCalls, types: frozenset[str]) -> Waiting[bool]:
+    def _read_value(self, source: TextSource, add: Sink, types: frozenset[str]) -> Waiting[bool]:
         """Read a value, text as it arrives, other types when complete. False if the text ends within."""
         if self.newlines:
             yield from source.starts_with("\n")
         if types <= {"string"}:
-            calls.add('"')
-            ended = yield from self._through_value(source, lambda text: calls.add(escaped(text)))
+            add('"')
+            ended = yield from self._through_value(source, lambda text: add(escaped(text)))
             if ended:
-                calls.add('"')
+                add('"')
             return ended
         parts: list[str] = []
         ended = yield from self._through_value(source, parts.append, parts)
         if ended:
-            calls.add(read_value("".join(parts), types))
+            add(read_value("".join(parts), types))
         return ended
 
     def _through_value(
@@ -250,6 +267,19 @@ def _is_within_string(text: str) -> bool:
         return False
     rest = re.sub(r'"(\\.|[^"\\])*"', "", text, flags=re.DOTALL)
     return '"' in rest
+
+
+def _unwrapped(value: str, schema: ArgumentSchema | None) -> str | None:
+    """Return a JSON value's fields without the last brace, if it is an object of declared arguments."""
+    assert schema is not None, "an undeclared argument has a schema"
+    try:
+        found = json.loads(value)
+        found = json.loads(found, parse_constant=no_constant) if isinstance(found, str) else found
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or not found or not found.keys() <= schema.names:
+        return None
+    return without_surrogates(json.dumps(found, ensure_ascii=False)).removesuffix("}")
 
 
 def name_before(source: TextSource, pattern: re.Pattern[str]) -> Waiting[str]:

@@ -196,6 +196,12 @@ class TextPiece:
     kind: Literal["reasoning", "content"]
     text: str
     section: int = 0  # pieces of one stretch of the answer have the same number; numbers increase
+    # What separates a stretch from the one of its kind before, for APIs that join them; on its first piece.
+    gap: str = ""
+
+    @property
+    def joined(self) -> str:
+        return self.gap + self.text
 
     @property
     def key(self) -> tuple[str, int]:
@@ -242,7 +248,7 @@ class AnswerDelta:
 
     def _text(self, kind: str) -> str:
         return "".join(
-            piece.text for piece in self.pieces if isinstance(piece, TextPiece) and piece.kind == kind
+            piece.joined for piece in self.pieces if isinstance(piece, TextPiece) and piece.kind == kind
         )
 
 

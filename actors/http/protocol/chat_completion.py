@@ -436,7 +436,7 @@ class ChatShape:
         if isinstance(piece, CallPiece):
             return [{"tool_calls": [delta]} for delta in _call_deltas(piece)]
         fields = self._reasoning_fields if piece.kind == "reasoning" else ("content",)
-        return [dict.fromkeys(fields, piece.text)]
+        return [dict.fromkeys(fields, piece.joined)]
 
     def end(self, index: int, finish_reason: str) -> JsonObject:
         return _choice(index, {}, finish_reason)

@@ -90,3 +90,22 @@ def test_chunks_of_a_chat_have_the_order_of_the_text(texts: list[Any]) -> None:
     delta = AnswerDelta(tuple(TextPiece(kind, text, at) for at, (kind, text) in enumerate(texts)))
     chunks = ChatShape(AnswerParserFactory(), ["reasoning"]).chunks(0, delta)
     assert [choice["delta"] for choice in chunks] == [{kind: text} for kind, text in texts] or not texts
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "reasoning"),
+    [
+        ("hermes", ORDERED[0][1], "pre\n\nF.", ""),
+        ("hermes", ORDERED[1][1], "pre\n\nF.", "one\ntwo"),
+        ("harmony", ORDERED[2][1], "pre\nF.", "one\ntwo\nthree"),
+    ],
+)
+def test_a_chat_joins_the_texts_of_an_answer_by_newlines(
+    name: str, text: str, content: str, reasoning: str
+) -> None:
+    shape, parser = ChatShape(AnswerParserFactory(), ["reasoning"]), AnswerParser(splitter(name))
+    pieces = [parser.feed(each, final=at == len(text)) for at, each in enumerate(text, 1)]
+    deltas = [choice["delta"] for piece in pieces for choice in shape.chunks(0, piece)]
+    whole = shape.full_choice(0, AnswerParser(splitter(name)).feed(text, final=True), "stop")["message"]
+    for kind, wanted in (("content", content), ("reasoning", reasoning)):
+        assert "".join(delta.get(kind) or "" for delta in deltas) == wanted == whole.get(kind, "")
