@@ -15,8 +15,10 @@ from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
 from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.weight_report import WeightCounts, describe_weights
-from manta.actors.targets.model.mlp_spec import RoutedMLP
+from manta.actors.targets.model.mlp_spec import MLP, ParallelMlpSpec, RoutedMLP
+from manta.actors.targets.model.mlp_weights import RoutedTensors
 from manta.actors.targets.model.model_spec import ModelSpec
+from manta.actors.targets.model.weights import open_checkpoint
 from manta.cluster.errors import CheckpointError
 from manta.drafter.compute.checkpoint.gguf.architectures import config_of
 from manta.drafter.compute.checkpoint.gguf.gguf_file import GgufFile
@@ -24,7 +26,9 @@ from manta.drafter.compute.checkpoint.gguf.gguf_folder import GgufFolder
 from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
 from manta.drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedFolder
 from safetensors.torch import load_file
+from support.checkpoints.families import DEEPSEEK_YARN
 from support.checkpoints.gguf_checkpoints import GGUF_FAMILIES, MIXED, publish_gguf
+from support.checkpoints.mtp_targets import make_mtp_target
 from support.checkpoints.tiny import make_tiny_target, transformers_model
 from support.engines.steps import settings
 from support.oracles.decoder_requests import weights_of
@@ -33,6 +37,19 @@ BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2} 
 CHANGES = {
     "qwen3_moe": {"moe_intermediate_size": 256, "num_experts": 4, "mlp_only_layers": []},
     "gemma3": {"sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
+    "gpt_oss": {"swiglu_limit": 7.0, "num_local_experts": 4},
+    "glm4_moe": {"moe_intermediate_size": 256, "n_routed_experts": 4},
+    "minimax_m2": {"num_local_experts": 4},
+    "deepseek_v3": {
+        **{"moe_intermediate_size": 256, "n_routed_experts": 4, "first_k_dense_replace": 1},
+        "rope_parameters": {**DEEPSEEK_YARN, "mscale": 0.7},
+    },
+    "gemma4": {
+        **{"moe_intermediate_size": 256, "num_experts": 4},
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen3_5": {"mtp_num_hidden_layers": 0},
+    "qwen3_5_moe": {"mtp_num_hidden_layers": 0, "num_experts": 4, "moe_intermediate_size": 256},
 }
 
 
@@ -43,13 +60,18 @@ def make(folder: Path, family: str) -> tuple[Path, Path]:
 
 def of_checkpoint(spec: ModelSpec) -> ModelSpec:
     """Return what the checkpoint's form does not change."""
-    layers = tuple(
-        replace(layer, mlp=replace(layer.mlp, inner_multiple=1))
-        if isinstance(layer.mlp, RoutedMLP)
-        else layer
-        for layer in spec.layers
-    )
-    return replace(spec, quantization=None, dtype="float32", tensors={}, layers=layers)
+    layers = tuple(replace(layer, mlp=cut_anywhere(layer.mlp)) for layer in spec.layers)
+    mtp = spec.mtp
+    if mtp is not None:
+        mtp = replace(mtp, layer=replace(mtp.layer, mlp=cut_anywhere(mtp.layer.mlp)))
+    return replace(spec, quantization=None, dtype="float32", tensors={}, layers=layers, mtp=mtp)
+
+
+def cut_anywhere(mlp: MLP) -> MLP:
+    """Return an MLP whose experts may be cut between any inner states, as those of plain numbers."""
+    if isinstance(mlp, ParallelMlpSpec):
+        return replace(mlp, routed=replace(mlp.routed, inner_multiple=1))
+    return replace(mlp, inner_multiple=1) if isinstance(mlp, RoutedMLP) else mlp
 
 
 def tensors_of(value: object, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -76,6 +98,34 @@ def test_every_rank_has_its_part_of_the_numbers_that_were_converted(family: str,
         assert torch.equal(found.embedding(), expected.embedding())
         assert torch.equal(found.head(), expected.head())
         assert torch.equal(found.final_norm(), expected.final_norm())
+
+
+def test_experts_of_gpt_oss_in_mxfp4_stay_packed(tmp_path: Path) -> None:
+    sizes = {"intermediate_size": 128, "num_hidden_layers": 2}
+    saved = make_tiny_target(tmp_path / "saved", "gpt_oss", swiglu_limit=7.0, **sizes)
+    shown, plain = publish_gguf(saved, tmp_path / "published", "gpt_oss", ["MXFP4"])
+    for rank, ranks in ((0, 1), (1, 2)):
+        found, expected = (weights_of(each, rank=rank, ranks=ranks) for each in (shown, plain))
+        for layer in range(2):
+            mlp = found.layer(layer).mlp
+            assert isinstance(mlp, RoutedTensors) and isinstance(mlp.experts.gate_up, PackedCodes)
+            mine, theirs = (dict(tensors_of(weights.layer(layer))) for weights in (found, expected))
+            for part, tensor in mine.items():
+                assert torch.equal(tensor, theirs[part]), f"{part} of layer {layer} on rank {rank} of {ranks}"
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5", "qwen3_5_moe"])
+def test_a_layer_for_multi_token_prediction_is_read(family: str, tmp_path: Path) -> None:
+    saved = make_mtp_target(tmp_path / "saved", family)
+    shown, plain = publish_gguf(saved, tmp_path / "published", family, ["Q8_0", "F16"])
+    spec = read_model(shown)
+    assert of_checkpoint(spec) == of_checkpoint(read_model(plain)) and spec.mtp is not None
+    tensors, expected = open_checkpoint(shown, spec), load_file(plain / "model.safetensors")
+    names = [name for name in tensors.shapes if name.startswith(("mtp.", "model.layers.4."))]
+    assert len(names) > 12
+    for name in names:
+        if "experts." not in name:
+            assert torch.equal(tensors.get(name).float(), expected[name]), name
 
 
 def test_matrices_are_read_as_codes_of_the_same_values_whole_and_in_parts(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -42,7 +42,8 @@ class GgufFamily:
         arch: of the `gguf` package.
         metadata: adds keys beside the common ones.
         convert: moves the elements of one tensor, given by its name in Hugging Face's checkpoint.
-        plus_one: ends of names of norms to which 1 is added.
+        plus_one: ends of names of norms to which 1 is added, unless they end with one of `as_stored`.
+        keeps_gate_up: whether gate and up rows of experts stay in one tensor.
         extra: tensors that are made of the config.
     """
 
@@ -50,6 +51,8 @@ class GgufFamily:
     metadata: Callable[[GGUFWriter, Config], None] = lambda writer, config: None
     convert: Callable[[str, Tensor, Config], Converted] = lambda name, tensor, config: {name: tensor}
     plus_one: tuple[str, ...] = ()
+    as_stored: tuple[str, ...] = ()
+    keeps_gate_up: bool = False
     extra: Callable[[Config], Mapping[str, Tensor]] = field(default=lambda config: {})
 
 
@@ -86,10 +89,10 @@ def _llama_frequencies(config: Config) -> Mapping[str, Tensor]:
 
 
 def _experts(writer: GGUFWriter, config: Config) -> None:
-    writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    writer.add_expert_count(next(config[key] for key in keys if config.get(key)))
     writer.add_expert_used_count(config["num_experts_per_tok"])
-    if "moe_intermediate_size" in config:
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
 
 
 def _gemma3(writer: GGUFWriter, config: Config) -> None:
@@ -97,12 +100,176 @@ def _gemma3(writer: GGUFWriter, config: Config) -> None:
     writer.add_sliding_window_pattern(config["_sliding_window_pattern"])
 
 
+def _gpt_oss(writer: GGUFWriter, config: Config) -> None:
+    _experts(writer, config)
+    writer.add_sliding_window(config["sliding_window"])
+
+
+def _gpt_oss_tensor(name: str, tensor: Tensor, config: Config) -> Converted:
+    if name.endswith("sinks"):
+        return {f"{name}.weight": tensor}
+    if name.endswith("down_proj_bias"):
+        return {name.replace("_bias", ".bias"): tensor}
+    if name.endswith("down_proj"):
+        return {f"{name}.weight": tensor.transpose(1, 2)}
+    if name.endswith("gate_up_proj_bias"):
+        start = name.removesuffix("gate_up_proj_bias")
+        return {f"{start}{kind}_proj.bias": tensor[:, i::2] for i, kind in enumerate(("gate", "up"))}
+    if name.endswith("gate_up_proj"):
+        start, rows = name.removesuffix("gate_up_proj"), tensor.transpose(1, 2)
+        return {f"{start}{kind}_proj.weight": rows[:, i::2] for i, kind in enumerate(("gate", "up"))}
+    return {name: tensor}
+
+
+def _sigmoid_experts(writer: GGUFWriter, config: Config) -> None:
+    _experts(writer, config)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+
+
+def _glm4_moe(writer: GGUFWriter, config: Config) -> None:
+    _sigmoid_experts(writer, config)
+    writer.add_rope_dimension_count(
+        int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"])
+    )
+
+
+def _minimax_m2(writer: GGUFWriter, config: Config) -> None:
+    _experts(writer, config)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_rope_dimension_count(config["rotary_dim"])
+
+
+def _deepseek(writer: GGUFWriter, config: Config) -> None:
+    _sigmoid_experts(writer, config)
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    writer.add_head_count_kv(1)
+    writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length(rank + rotated)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotated)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(rotated)
+    writer.add_rope_scaling_yarn_log_mul(0.1 * config["rope_parameters"]["mscale_all_dim"])
+
+
+def _deepseek_tensor(name: str, tensor: Tensor, config: Config) -> Converted:
+    if not name.endswith("kv_b_proj.weight"):
+        return {name: tensor}
+    heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
+    of_keys, of_values = tensor.view(heads, -1, rank).split(
+        [config["qk_nope_head_dim"], config["v_head_dim"]], 1
+    )
+    start = name.removesuffix("kv_b_proj.weight")
+    return {f"{start}k_b_proj.weight": of_keys.transpose(1, 2), f"{start}v_b_proj.weight": of_values}
+
+
+def _gemma4(writer: GGUFWriter, config: Config) -> None:
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    own = next(iter(config["per_layer_config"].values()))
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(slides)
+    writer.add_shared_kv_layers(0)
+    writer.add_embedding_length_per_layer_input(0)
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_key_length(own["head_dim"])
+    writer.add_value_length(own["head_dim"])
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_head_count_kv(
+        [config["num_key_value_heads"] if each else own["num_key_value_heads"] for each in slides]
+    )
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    writer.add_rope_dimension_count(own["head_dim"])
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_used_count(config["top_k_experts"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _gemma4_tensor(name: str, tensor: Tensor, config: Config) -> Converted:
+    return {f"{name}.weight" if name.endswith("layer_scalar") else name: tensor}
+
+
+def _gemma4_frequencies(config: Config) -> Mapping[str, Tensor]:
+    pairs = next(iter(config["per_layer_config"].values()))["head_dim"] // 2
+    share = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+    rotated = int(pairs * share)
+    return {"rope_freqs.weight": torch.tensor([1.0] * rotated + [1e30] * (pairs - rotated))}
+
+
+def _qwen35(writer: GGUFWriter, config: Config) -> None:
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+    writer.add_full_attention_interval(2)
+    writer.add_rope_dimension_count(
+        int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"])
+    )
+    if "num_experts" in config:
+        _experts(writer, config)
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _qwen35_tensor(name: str, tensor: Tensor, config: Config) -> Converted:
+    key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    of_keys = 2 * key_heads * config["linear_key_head_dim"]
+
+    def by_number(rows: Tensor) -> Tensor:
+        heads = rows.unflatten(0, (key_heads, value_heads // key_heads, -1))
+        return heads.transpose(0, 1).flatten(0, 2)
+
+    layers = config["num_hidden_layers"]
+    name = name.replace("mtp.layers.0.", f"model.layers.{layers}.")
+    for mine, theirs in (
+        ("fc", "eh_proj"),
+        ("pre_fc_norm_embedding", "enorm"),
+        ("pre_fc_norm_hidden", "hnorm"),
+        ("norm", "shared_head.norm"),
+    ):
+        name = name.replace(f"mtp.{mine}.", f"model.layers.{layers}.{theirs}.")
+    if "linear_attn" not in name:
+        return {name: tensor}
+    match name.rpartition("linear_attn.")[2]:
+        case "in_proj_qkv.weight":
+            tensor = torch.cat((tensor[:of_keys], by_number(tensor[of_keys:])))
+        case "conv1d.weight":
+            tensor = tensor.squeeze(1)
+            tensor = torch.cat((tensor[:of_keys], by_number(tensor[of_keys:])))
+        case "in_proj_z.weight" | "in_proj_a.weight" | "in_proj_b.weight" | "A_log":
+            tensor = by_number(tensor)
+        case "dt_bias":
+            return {name.replace("dt_bias", "dt_proj.bias"): by_number(tensor)}
+        case "out_proj.weight":
+            tensor = by_number(tensor.T).T
+    return {name: tensor}
+
+
+_QWEN35_SHIFTED: dict[str, Any] = {"plus_one": ("norm.weight",), "as_stored": ("linear_attn.norm.weight",)}
+
 GGUF_FAMILIES: Mapping[str, GgufFamily] = {
     "llama": GgufFamily(MODEL_ARCH.LLAMA, convert=_llama, extra=_llama_frequencies),
     "qwen2": GgufFamily(MODEL_ARCH.QWEN2),
     "qwen3": GgufFamily(MODEL_ARCH.QWEN3),
     "qwen3_moe": GgufFamily(MODEL_ARCH.QWEN3MOE, _experts),
     "gemma3": GgufFamily(MODEL_ARCH.GEMMA3, _gemma3, plus_one=("norm.weight",)),
+    "gpt_oss": GgufFamily(MODEL_ARCH.GPT_OSS, _gpt_oss, _gpt_oss_tensor),
+    "glm4_moe": GgufFamily(MODEL_ARCH.GLM4_MOE, _glm4_moe),
+    "minimax_m2": GgufFamily(MODEL_ARCH.MINIMAXM2, _minimax_m2),
+    "deepseek_v3": GgufFamily(MODEL_ARCH.DEEPSEEK2, _deepseek, _deepseek_tensor),
+    "gemma4": GgufFamily(
+        MODEL_ARCH.GEMMA4, _gemma4, _gemma4_tensor, extra=_gemma4_frequencies, keeps_gate_up=True
+    ),
+    "qwen3_5": GgufFamily(MODEL_ARCH.QWEN35, _qwen35, _qwen35_tensor, **_QWEN35_SHIFTED),
+    "qwen3_5_moe": GgufFamily(MODEL_ARCH.QWEN35MOE, _qwen35, _qwen35_tensor, **_QWEN35_SHIFTED),
 }
 
 
@@ -117,8 +284,9 @@ def publish_gguf(
     tensors, form = load_file(saved / "model.safetensors"), GGUF_FAMILIES[family]
     folder.mkdir(parents=True)
     writer = GGUFWriter(folder / "model.gguf", gguf.MODEL_ARCH_NAMES[form.arch], split_max_tensors=split)
-    _add_metadata(writer, config, form)
-    names = gguf.get_tensor_name_map(form.arch, config["num_hidden_layers"])
+    num_further = config.get("num_nextn_predict_layers") or any(name.startswith("mtp.") for name in tensors)
+    _add_metadata(writer, config, form, int(num_further))
+    names = gguf.get_tensor_name_map(form.arch, config["num_hidden_layers"] + 1)
     first, numbers = 0, dict[str, Tensor]()
     for name, tensor in tensors.items():
         numbers[name] = torch.arange(first, first + tensor.numel()).view(tensor.shape)
@@ -128,13 +296,10 @@ def publish_gguf(
     of_values, of_numbers = (_converted(each, form, config) for each in (tensors, numbers))
     in_turn = cycle(types)
     for name, tensor in sorted(of_values.items()):
-        shift = float(name.endswith(form.plus_one) if form.plus_one else 0)
-        kind = GGMLQuantizationType.F32 if tensor.dim() == 1 else _type_of(tensor, next(in_turn))
-        stored = names.get_name(name, _SUFFIXES)
-        assert stored is not None, f"the package has a name for {name}"
-        encoded = _encoded((tensor + shift).contiguous(), kind, random)
-        writer.add_tensor(stored, encoded, raw_dtype=kind)
-        flat[of_numbers[name].flatten()] = _decoded(encoded, kind).flatten() - shift
+        kind = _type_of(name, tensor, in_turn)
+        encoded = _encoded(_changed(name, tensor, form).contiguous(), kind, random)
+        writer.add_tensor(_stored_name(names, name), encoded, raw_dtype=kind)
+        flat[of_numbers[name].flatten()] = _undone(name, _decoded(encoded, kind), form).flatten()
     for name, tensor in form.extra(config).items():
         writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
@@ -160,8 +325,11 @@ def _plain(saved: Path, folder: Path, values: Mapping[str, Tensor]) -> Path:
     return folder
 
 
-def _add_metadata(writer: GGUFWriter, config: Config, form: GgufFamily) -> None:
-    writer.add_block_count(config["num_hidden_layers"])
+def _add_metadata(writer: GGUFWriter, config: Config, form: GgufFamily, num_further: int) -> None:
+    """Add the keys; the number of layers includes `num_further` for multi-token prediction."""
+    writer.add_block_count(config["num_hidden_layers"] + num_further)
+    if num_further:
+        writer.add_nextn_predict_layers(num_further)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -196,22 +364,58 @@ def _converted(tensors: Mapping[str, Tensor], form: GgufFamily, config: Config) 
             if number.isdigit():
                 experts.setdefault(f"{before}.experts.{matrix}", []).append(moved)
                 assert len(experts[f"{before}.experts.{matrix}"]) == int(number) + 1, "experts come in order"
-            elif after == "gate_up_proj":
+            elif after == "gate_up_proj" and not form.keeps_gate_up:
                 gate, up = moved.chunk(2, dim=1)
                 found[f"{before}.experts.gate_proj.weight"] = gate
                 found[f"{before}.experts.up_proj.weight"] = up
-            elif after == "down_proj":
-                found[f"{before}.experts.down_proj.weight"] = moved
+            elif after in ("gate_up_proj", "down_proj"):
+                found[f"{part}.weight"] = moved
             else:
                 found[part] = moved
     return found | {name: torch.stack(each) for name, each in experts.items()}
 
 
-def _type_of(tensor: Tensor, wanted: str) -> GGMLQuantizationType:
-    kind = GGMLQuantizationType[wanted]
-    if tensor.shape[-1] % GGML_QUANT_SIZES[kind][0]:
+def _changed(name: str, tensor: Tensor, form: GgufFamily) -> Tensor:
+    if name.endswith("A_log"):
+        return -tensor.exp()
+    return tensor + 1 if _is_shifted(name, form) else tensor
+
+
+def _undone(name: str, tensor: Tensor, form: GgufFamily) -> Tensor:
+    if name.endswith("A_log"):
+        return (-tensor).log()
+    return tensor - 1 if _is_shifted(name, form) else tensor
+
+
+def _is_shifted(name: str, form: GgufFamily) -> bool:
+    return name.endswith(form.plus_one or ("?",)) and not name.endswith(form.as_stored or ("?",))
+
+
+# The package's list of qwen35's tensors has none of the layer that llama.cpp names as GLM's.
+_OF_MTP = gguf.get_tensor_name_map(MODEL_ARCH.GLM4_MOE, 8)
+
+
+def _stored_name(names: gguf.TensorNameMap, name: str) -> str:
+    layer = name.removeprefix("model.layers.").partition(".")[0]
+    if name.endswith("router.scale"):
+        return f"blk.{layer}.ffn_gate_inp.scale"
+    if name.endswith("per_expert_scale"):
+        return f"blk.{layer}.ffn_down_exps.scale"
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    stored = names.get_name(name, _SUFFIXES) or _OF_MTP.get_name(name, _SUFFIXES)
+    assert stored is not None, f"the package has a name for {name}"
+    return stored
+
+
+_IN_FP32 = ("ffn_gate_inp", "gate.weight", "router.proj.weight", "router.weight", "conv1d.weight")
+
+
+def _type_of(name: str, tensor: Tensor, in_turn: Iterator[str]) -> GGMLQuantizationType:
+    """Return the next type; fp32 for tensors that stay so in files, and without whole blocks."""
+    if tensor.dim() == 1 or name.endswith((*_IN_FP32, ".bias")):
         return GGMLQuantizationType.F32
-    return kind
+    kind = GGMLQuantizationType[next(in_turn)]
+    return GGMLQuantizationType.F32 if tensor.shape[-1] % GGML_QUANT_SIZES[kind][0] else kind
 
 
 def _encoded(tensor: Tensor, kind: GGMLQuantizationType, random: np.random.Generator) -> np.ndarray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ Views = Mapping[str, TensorView]
 Rule = Callable[[MetadataKeys, TensorInfo, str], Views]
 
 FREQUENCIES = "rope_freqs.weight"
+LAYER = "model.layers.{layer}."  # before the names of a layer's parts
 
 
 def whole(_: MetadataKeys, info: TensorInfo, name: str) -> Views:
@@ -53,6 +55,8 @@ class Architecture:
         config: keys of config.json beside those that all architectures have.
         layer: parts of a layer, without "blk.N."; one with neither ".weight" nor ".bias" stands for both.
         others: parts outside of layers, by their whole names.
+        mtp: names before those of layers for multi-token prediction, which follow the others, and the parts
+            that only they have; both have a place for the layer's number.
     """
 
     class_name: str
@@ -60,6 +64,7 @@ class Architecture:
     config: Callable[[MetadataKeys], Config]
     layer: Mapping[str, Part]
     others: Mapping[str, Part] = field(default_factory=dict[str, Part])
+    mtp: tuple[str, Mapping[str, Part]] = (LAYER, {})
 
 
 def rotary_pairs(heads: str) -> Rule:
@@ -86,11 +91,30 @@ def one_less(_: MetadataKeys, info: TensorInfo, name: str) -> Views:
     return {name: Computed(info.shape, lambda file: values(file, info.name) - 1)}
 
 
+def as_row(_: MetadataKeys, info: TensorInfo, name: str) -> Views:
+    """Return a vector as a matrix of one row."""
+    return {name: Computed((1, prod(info.shape)), lambda file: values(file, info.name).view(1, -1))}
+
+
 def experts(_: MetadataKeys, info: TensorInfo, name: str) -> Views:
     """Return a matrix per expert of a tensor [E, O, I]; `name` has a place for the expert's number."""
     num_experts, rows = (1, *info.shape)[-3:-1]
     return {
         name.format(expert=expert): StoredRows(info, expert * rows, rows) for expert in range(num_experts)
+    }
+
+
+def experts_gate_up(_: MetadataKeys, info: TensorInfo, name: str) -> Views:
+    """Return two matrices per expert of a tensor with each expert's gate rows before its up rows.
+
+    `name` has a place for the expert's number, and one for "gate" or "up".
+    """
+    num_experts, rows = (1, *info.shape)[-3:-1]
+    inner = rows // 2
+    return {
+        name.format(expert=expert, kind=kind): StoredRows(info, expert * rows + half * inner, inner)
+        for expert in range(num_experts)
+        for half, kind in enumerate(("gate", "up"))
     }
 
 
@@ -122,9 +146,29 @@ def expert_parts(gate: str, up: str, down: str) -> Mapping[str, Part]:
     }
 
 
+MLP_EXPERTS: Mapping[str, Part] = expert_parts(
+    *(f"mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down"))
+)
+
+
+def num_mtp_layers(keys: MetadataKeys) -> int:
+    """Return the layers for multi-token prediction, which `block_count` counts, too."""
+    return keys.integer("nextn_predict_layers", 0)
+
+
+def num_layers_of(keys: MetadataKeys) -> int:
+    if (found := keys.count("block_count") - num_mtp_layers(keys)) < 1:
+        raise keys.wrong("nextn_predict_layers", num_mtp_layers(keys), "less than block_count")
+    return found
+
+
 def has_part(file: GgufFile, part: str) -> bool:
     """Return whether some layer has the part, such as "attn_q.bias"."""
     return any(name.startswith("blk.") and name.split(".", 2)[-1] == part for name in file.tensors)
+
+
+def layers_with(file: GgufFile, tensor: str, num_layers: int) -> list[int]:
+    return [layer for layer in range(num_layers) if f"blk.{layer}.{tensor}" in file.tensors]
 
 
 def attention_config(keys: MetadataKeys) -> Config:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from .....cluster.errors import CheckpointError, brief_name
 from ..hf_config import wrong
-from .architecture import Architecture, Config, Part
+from .architecture import LAYER, Architecture, Config, Part, num_layers_of
 from .gguf_file import GgufFile
+from .hybrid_architectures import ARCHITECTURES as HYBRID
 from .metadata_keys import ARCHITECTURE, MetadataKeys
+from .mixture_architectures import ARCHITECTURES as MIXTURES
 from .plain_architectures import ARCHITECTURES as PLAIN
 from .tensor_views import TensorView
 
 METHOD = "gguf"
-_ARCHITECTURES: Mapping[str, Architecture] = {**PLAIN}
+_ARCHITECTURES: Mapping[str, Architecture] = {**PLAIN, **MIXTURES, **HYBRID}
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _OTHERS: Mapping[str, Part] = {
@@ -30,6 +33,7 @@ _OTHERS: Mapping[str, Part] = {
     _HEAD: Part("lm_head.weight"),
 }
 _LAYER = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+)", re.S)
+_SUFFIXES = ("weight", "bias")
 _TOKENS = "tokenizer.ggml.tokens"
 _TOKEN_IDS = {"bos_token_id": ("bos",), "eos_token_id": ("eos", "eot", "eom"), "pad_token_id": ("padding",)}
 _SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
@@ -42,7 +46,7 @@ def config_of(file: GgufFile) -> Config:
         "architectures": [found.class_name],
         "model_type": found.model_type,
         "hidden_size": keys.count("embedding_length"),
-        "num_hidden_layers": keys.count("block_count"),
+        "num_hidden_layers": num_layers_of(keys),
         "vocab_size": _vocab_size(file),
         "max_position_embeddings": keys.count("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
@@ -82,9 +86,9 @@ def views_of(file: GgufFile) -> Mapping[str, TensorView]:
     Raises CheckpointError for an architecture that is not supported, or a tensor that it does not have.
     """
     keys, found = _definition(file)
-    views: dict[str, TensorView] = {}
+    views, num_layers = dict[str, TensorView](), num_layers_of(keys)
     for info in file.tensors.values():
-        part = _part_of(info.name, found)
+        part = _part_of(info.name, found, num_layers)
         if part is None:
             raise CheckpointError(
                 f"{file.path}: {brief_name(info.name)} is no tensor of {keys.architecture} that is known"
@@ -103,19 +107,22 @@ def _definition(file: GgufFile) -> tuple[MetadataKeys, Architecture]:
     return keys, found
 
 
-def _part_of(name: str, found: Architecture) -> Part | None:
-    """Return a tensor's part with its whole name, layer included."""
+def _part_of(name: str, found: Architecture, num_layers: int) -> Part | None:
+    """Return a tensor's part with its whole name; layers from `num_layers` on predict further tokens."""
     matched = _LAYER.fullmatch(name)
     if matched is None:
         return found.others.get(name, _OTHERS.get(name))
-    prefix = f"model.layers.{matched['layer']}."
-    if (exact := found.layer.get(matched["part"])) is not None:
-        return Part(prefix + exact.name, exact.rule)
-    module, _, suffix = matched["part"].rpartition(".")
-    part = found.layer.get(module)
-    if part is None or suffix not in ("weight", "bias"):
+    layer, named = matched["layer"], matched["part"]
+    prefix, beside = found.mtp if int(layer) >= num_layers else (LAYER, {})
+    parts = {**{key: replace(part, name=prefix + part.name) for key, part in found.layer.items()}, **beside}
+    module, _, suffix = named.rpartition(".")
+    if named in parts:
+        part = parts[named]
+    elif module in parts and suffix in _SUFFIXES:
+        part = replace(parts[module], name=f"{parts[module].name}.{suffix}")
+    else:
         return None
-    return Part(f"{prefix}{part.name}.{suffix}", part.rule)
+    return replace(part, name=part.name.replace("{layer}", layer))
 
 
 def _vocab_size(file: GgufFile) -> int:

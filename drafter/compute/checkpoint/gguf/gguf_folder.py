@@ -28,6 +28,10 @@ from .gguf_file import GgufFile
 _WEIGHT = ".weight"
 
 
+def _is_packed_experts(name: str) -> bool:
+    return name.endswith("_blocks")  # gpt-oss's, which have no modules of their own
+
+
 class GgufConfig(HfConfig):
     quant_method: Literal["gguf"]
     files: tuple[str, ...]
@@ -78,5 +82,6 @@ def read_gguf(raw: Json, file: str) -> CheckpointQuantization:
         targets=tuple(
             (ModulePatterns(frozenset(names)), BlockScheme(kind)) for kind, names in sorted(modules.items())
         ),
+        packed_experts="mxfp4" if any(map(_is_packed_experts, tensors.shapes)) else None,
         gguf_files=files,
     )

@@ -9,12 +9,12 @@ from .architecture import (
     DENSE,
     FREQUENCIES,
     HEAD_NORMS,
+    MLP_EXPERTS,
     PLAIN,
     Architecture,
     Config,
     Part,
     attention_config,
-    expert_parts,
     has_part,
     nothing,
     one_less,
@@ -102,7 +102,7 @@ _QWEN3_LAYER: Mapping[str, Part] = {**PLAIN, **HEAD_NORMS}
 _QWEN3_MOE_LAYER: Mapping[str, Part] = {
     **_QWEN3_LAYER,
     "ffn_gate_inp": Part("mlp.gate"),
-    **expert_parts(*(f"mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down"))),
+    **MLP_EXPERTS,
 }
 _GEMMA3_LAYER: Mapping[str, Part] = {
     **ATTENTION,
