@@ -25,11 +25,14 @@ class OpenCalls(Protocol):
     @property
     def schemas(self) -> Schemas: ...
 
-    def open(self, name: str, id: str | None = None, *, id_chars: int | None = None) -> None:
+    def open(
+        self, name: str, id: str | None = None, *, id_chars: int | None = None, closed: bool = False
+    ) -> None:
         """Begin a call. Raises NotACallError for what can be no tool's name.
 
         `id`: the call's id, if the text has one. `id_chars`: letters and digits of an id, where templates
-        allow no other.
+        allow no other. `closed`: marks enclose the name alone, so this is a call, if of no tool: an agent
+        can answer it, while text would end its turn.
         """
         ...
 

@@ -71,7 +71,7 @@ class HeadedCalls:
             name, given_id = found[1], header
         elif self.numbered and name.strip() not in calls.schemas:
             raise NotACallError
-        calls.open(name.strip(), given_id or None, id_chars=self.id_chars)
+        calls.open(name.strip(), given_id or None, id_chars=self.id_chars, closed=mark == end)
         if mark == end:
             calls.add("{}")
         else:

@@ -67,6 +67,7 @@ class Messages:
             except NotACallError:
                 was_cut_short = source.ended
                 source.go_back()
+                calls.end_section()
                 if was_cut_short:
                     rest: list[str] = []
                     yield from source.through(Marks(), rest.append)

@@ -43,7 +43,7 @@ class QuotedCalls:
             raise NotACallError
         name = (yield from name_before(source, _AFTER_NAME)).strip()
         if (yield from source.starts_with(self.end)) is not None:
-            calls.open(name)
+            calls.open(name, closed=True)
             calls.add("{}")
             return
         if (yield from source.peek()) != "{":

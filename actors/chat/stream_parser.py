@@ -33,6 +33,7 @@ from .text_stream import (
 
 _NEWLINES = 2  # before a mark
 _TOOL_NAME = re.compile(r"[\w.:/-]{1,256}")
+_CLOSED_NAME = re.compile(r".{1,256}")
 _MAX_CALLS = 128
 
 
@@ -90,8 +91,10 @@ class Splitter:
 
     # Output of the readers.
 
-    def open(self, name: str, id: str | None = None, *, id_chars: int | None = None) -> None:
-        if not _TOOL_NAME.fullmatch(name):
+    def open(
+        self, name: str, id: str | None = None, *, id_chars: int | None = None, closed: bool = False
+    ) -> None:
+        if not (_CLOSED_NAME if closed else _TOOL_NAME).fullmatch(name):
             raise NotACallError
         self._source.forget()
         self._blank = ""
