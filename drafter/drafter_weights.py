@@ -64,8 +64,9 @@ def read_weights(
     for name, stored in names.items():
         matrix = None
         if backend is not None and backend.kept_codes and isinstance(source, QuantizedFolder):
-            matrix = source.codes(stored) if name.endswith(MULTIPLIED) else None
-        if matrix is not None and backend is not None and matrix.code in backend.kept_codes:
+            found = source.codes(stored) if name.endswith(MULTIPLIED) else None
+            matrix = None if found is None else found.of_kinds(backend.kept_codes)
+        if matrix is not None:
             codes[name] = matrix.to(device)
         else:
             tensor = source.get(stored)

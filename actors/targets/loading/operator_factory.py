@@ -11,7 +11,7 @@ import torch
 
 from ....cluster.config import Quantization
 from ....drafter.compute.backend import Backend
-from ....drafter.compute.checkpoint.quantized_matrix import CODES, WITHOUT_OFFSETS, Code
+from ....drafter.compute.checkpoint.quantized_matrix import CODES, ON_GPUS, Code
 from ....drafter.compute.eager.backend import EagerBackend
 from ....drafter.compute.memory.peer_buffers import FusedSum
 from ....drafter.step.sampling.step_ops import DEFINITION, StepOperators
@@ -58,10 +58,10 @@ def _integers(quantization: Quantization | None) -> Literal["int8", "int4"] | No
 def kept_codes(plan: LoadPlan) -> frozenset[Code]:
     """Return the codes that the models' backends multiply: always, or where models have codes."""
     if plan.attention_backend in _TRITON:
-        return WITHOUT_OFFSETS
+        return ON_GPUS
     has_codes = quantizes_to_integers(plan.config) or plan.target.quantization is not None
     packs = plan.attention_backend == "torch" and has_codes and _has_loops(plan) and can_pack(plan.machine)
-    return frozenset(CODES) if plan.attention_backend == "compiled" or packs else frozenset()
+    return CODES if plan.attention_backend == "compiled" or packs else frozenset()
 
 
 def _backend(plan: LoadPlan, quantization: Quantization | None, ranks: Communicator | None) -> Backend:

@@ -198,7 +198,8 @@ class TargetWeights:
         name = _full_name(rule, layer, self._prefixes, expert)
         parts, dim = self._cut(rule, layer, name)
         found = tensors.codes(name, *parts, dim=dim) if len(parts) <= 1 else None
-        if found is None or found.code not in self._kept_codes:
+        found = None if found is None else found.of_kinds(self._kept_codes)
+        if found is None:
             return self.part(part, layer, expert)
         if part in _ROTATED:
             numbers_O1 = torch.arange(len(found)).unsqueeze(1)

@@ -23,7 +23,10 @@ _STD: Mapping[Code, float] = {
     "int4": 4.6,
     "e4m3": 100.0,
     "e2m1": 2.9,
+    "int5": 9.2,
+    "int6": 18.5,
     "uint4": 4.6,
+    "uint5": 9.2,
     "uint8": 74.0,
 }
 _E4M3_NAN = 0x7F

@@ -4,7 +4,8 @@
     int4           unsigned integers of 4 bits    value = (code - zero) * scale; a zero of 8 if none is stored
     e4m3           bits of FP8                    value = code * scale
     e2m1           bits of FP4 (`GRID`)           value = code * scale
-    uint4, uint8   unsigned integers              value = code * scale + offset
+    int5, int6     unsigned integers              value = (code - 16) * scale, (code - 32) * scale
+    uint4, 5, 8    unsigned integers              value = code * scale + offset
 
 A scale or an offset is a number, or an integer times a number of a larger block (`BlockedValues`). A value is
 computed in fp32 and rounded once to the computing dtype: `dequantized` is the definition, and a backend's
@@ -15,18 +16,23 @@ Legend: O outputs, I inputs, G groups of consecutive inputs of a row that share 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-Code = Literal["int8", "int4", "e4m3", "e2m1", "uint4", "uint8"]
-CODES: tuple[Code, ...] = get_args(Code)
-WITH_OFFSETS: frozenset[Code] = frozenset(("uint4", "uint8"))
-WITHOUT_OFFSETS = frozenset(CODES) - WITH_OFFSETS
-PAIRED: tuple[Code, ...] = ("int4", "e2m1", "uint4")  # two codes fit a byte
+Code = Literal["int8", "int4", "e4m3", "e2m1", "int5", "int6", "uint4", "uint5", "uint8"]
+CODES: frozenset[Code] = frozenset(get_args(Code))
+WITH_OFFSETS: frozenset[Code] = frozenset(("uint4", "uint5", "uint8"))
+ON_GPUS: frozenset[Code] = frozenset(("int8", "int4", "e4m3", "e2m1"))  # that kernels unpack
+BITS: Mapping[Code, int] = {
+    **{code: int(code[-1]) if "int" in code else 8 for code in CODES},
+    "e2m1": 4,
+}
+PAIRED = frozenset(code for code, bits in BITS.items() if bits == 4)  # two codes fit a byte
+_ZEROS: Mapping[Code, int] = {"int5": 16, "int6": 32}
 QuantizedAtLoad = Literal["int8", "int4"]
 GROUP = 32  # inputs per scale of matrices that are quantized at load
 ZERO = 8  # int4's code of 0 if no zeros are stored
@@ -82,7 +88,7 @@ class QuantizedMatrix:
         codes_OI: int8 for int8, else uint8.
         scales_OG: fp32, bf16, fp16, or uint8 exponents e of scales 2^(e - 127); or in two levels.
         zeros_OG: uint8, of int4 alone; None for 8.
-        offsets_OG: fp32, fp16, or in two levels; of uint4 and uint8, which always have them.
+        offsets_OG: fp32, fp16, or in two levels; of all uint4, uint5 and uint8.
     """
 
     code: Code
@@ -144,6 +150,15 @@ class QuantizedMatrix:
             values_OGC += self.offsets_OG.float().unsqueeze(2)
         return values_OGC.flatten(1)
 
+    def of_kinds(self, kinds: Collection[Code]) -> QuantizedMatrix | None:
+        """Return the matrix as codes of one of some kinds, with the same values; None if it cannot be."""
+        if self.code in kinds:
+            return self
+        if "int8" not in kinds or self.code not in _ZEROS:
+            return None
+        codes_OI = self.codes_OI.view(torch.int8) - _ZEROS[self.code]
+        return QuantizedMatrix("int8", codes_OI, self.scales_OG)
+
     def rows(self, index: slice | Tensor) -> QuantizedMatrix:
         return self.map(lambda tensor: tensor[index])
 
@@ -195,17 +210,19 @@ class PackedForm:
         """Bytes of a weight, with its share of what groups and blocks share."""
         shared = 0.0 if self.group is None else (self.scales.itemsize + self.shift_bytes) / self.group
         shared += self.block_bytes
-        return shared + (0.5 if self.num_codes == 16 else 1.0)
+        return shared + BITS[self.code] / 8
 
     @property
     def num_codes(self) -> int:
-        return 16 if self.code in PAIRED else 256
+        return 1 << BITS[self.code]
 
 
 def _decoded(code: Code, codes_OI: Tensor) -> Tensor:
     match code:
-        case "int8" | "uint4" | "uint8":
+        case "int8" | "uint4" | "uint5" | "uint8":
             return codes_OI.float()
+        case "int5" | "int6":
+            return codes_OI.float() - _ZEROS[code]
         case "int4":
             return codes_OI.float() - ZERO
         case "e4m3":

@@ -75,7 +75,7 @@ class PackedCpuBackend(NumbaBackend):
     """
 
     packs_vocabulary = True
-    kept_codes = frozenset(CODES)
+    kept_codes = CODES
 
     def __init__(self, num_threads: int, quantization: QuantizedAtLoad | None = None) -> None:
         self._num_threads = num_threads

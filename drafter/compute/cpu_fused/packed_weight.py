@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..checkpoint.quantized_matrix import (
-    PAIRED,
+    BITS,
     WITH_OFFSETS,
     BlockedValues,
     Code,
@@ -153,9 +153,7 @@ class PackedWeight:
         assert self.code is not None and self.scales is not None, "rows in bf16 are kept elsewhere"
         assert self.following is None, "a vocabulary has one form"
         tile_N, column_N = ids_N // 16, ids_N % 16
-        codes_NX = self.codes[tile_N, :, column_N]
-        if self.code in PAIRED:
-            codes_NX = torch.stack((codes_NX & 0xF, codes_NX >> 4), dim=-1).flatten(1)
+        codes_NK = _codes_of(self.codes, tile_N, column_N, BITS[self.code])
         shared = [
             None if each is None else each.rows(tile_N, column_N) for each in (self.scales, self.shifts)
         ]
@@ -164,7 +162,7 @@ class PackedWeight:
         has_offsets = self.code in WITH_OFFSETS
         matrix = QuantizedMatrix(
             self.code,
-            codes_NX.view(torch.int8) if self.code == "int8" else codes_NX,
+            codes_NK.view(torch.int8) if self.code == "int8" else codes_NK,
             scales_NG,
             None if has_offsets or not isinstance(shifts_NG, Tensor) else shifts_NG,
             shifts_NG if has_offsets else None,
@@ -232,22 +230,47 @@ def pack(weight_OK: Matrix | JoinedRows) -> PackedWeight:
 
 def _pack_codes(matrix: QuantizedMatrix) -> PackedWeight:
     padding = (0, 0, 0, -len(matrix) % COLUMNS)  # with scales and offsets of 0, so that values are 0
-    codes_TKC = F.pad(matrix.codes_OI, padding).unflatten(0, (-1, 16)).transpose(1, 2)
-    if matrix.code in PAIRED:
-        codes_TKC = codes_TKC[:, ::2] | codes_TKC[:, 1::2] << 4
+    codes_TKC = F.pad(matrix.codes_OI, padding).unflatten(0, (-1, 16)).transpose(1, 2).contiguous()
     shifts = None
     if matrix.zeros_OG is not None:
         shifts = _Shared.of(matrix.zeros_OG, padding, _ZEROS)
     elif matrix.offsets_OG is not None:
         shifts = _Shared.of(matrix.offsets_OG, padding)
     return PackedWeight(
-        codes_TKC.contiguous().view(torch.uint8),
+        _lines_of(codes_TKC.view(torch.uint8), BITS[matrix.code]),
         matrix.shape[1],
         matrix.code,
         _kernel(matrix),
         _Shared.of(matrix.scales_OG, padding),
         shifts,
     )
+
+
+def _lines_of(codes_TKC: Tensor, bits: int) -> Tensor:
+    """Return codes in the layout of `code_tiles.py`."""
+    if bits == 8:
+        return codes_TKC
+    low = codes_TKC & 0xF
+    lines_TPX = low[:, ::2] | low[:, 1::2] << 4
+    if bits == 4:
+        return lines_TPX
+    planes_TK2C = torch.stack([codes_TKC >> bit & 1 for bit in range(4, bits)], dim=2)
+    ones = torch.from_numpy(np.packbits(planes_TK2C.numpy(), axis=3, bitorder="little"))
+    return torch.cat((lines_TPX, ones.flatten(2).unflatten(1, (-1, 2)).flatten(2)), dim=2)
+
+
+def _codes_of(lines: Tensor, tile_N: Tensor, column_N: Tensor, bits: int) -> Tensor:
+    """Return the codes [N, K] of columns, which `_lines_of` laid out."""
+    codes_NX = lines[tile_N, :, column_N]
+    if bits == 8:
+        return codes_NX
+    codes_NK = torch.stack((codes_NX & 0xF, codes_NX >> 4), dim=-1).flatten(1)
+    for plane in range(bits - 4):
+        at_N = 16 + 2 * plane + column_N // 8  # of the first of two inputs
+        halves = [lines[tile_N, :, at_N + 2 * (bits - 4) * half] for half in (0, 1)]
+        ones_NK = torch.stack(halves, dim=-1).flatten(1) >> (column_N % 8).to(torch.uint8).unsqueeze(1) & 1
+        codes_NK |= ones_NK << 4 + plane
+    return codes_NK
 
 
 def _tiles_of(values_OG: Tensor) -> Tensor:
@@ -380,7 +403,10 @@ _int4_product = code_product("int4")
 _int4_zeros_product = code_product("int4", has_zeros=True)
 _e4m3_product = code_product("e4m3")
 _e2m1_product = code_product("e2m1")
+_int5_product = code_product("int5")
+_int6_product = code_product("int6")
 _uint4_product = code_product("uint4")
+_uint5_product = code_product("uint5")
 _uint8_product = code_product("uint8")
 
 
@@ -413,6 +439,18 @@ def _multiply_e2m1(arguments, operation, _):
     _e2m1_product(arguments, operation)
 
 
+def _multiply_int5(arguments, operation, _):
+    _int5_product(arguments, operation)
+
+
+def _multiply_int6(arguments, operation, _):
+    _int6_product(arguments, operation)
+
+
+def _multiply_uint5(arguments, operation, _):
+    _uint5_product(arguments, operation)
+
+
 def _multiply_uint4(arguments, operation, _):
     _uint4_product(arguments, operation)
 
@@ -428,6 +466,9 @@ _ROUNDED = {
     ("int4", True): Task(_multiply_int4_zeros),
     ("e4m3", False): Task(_multiply_e4m3),
     ("e2m1", False): Task(_multiply_e2m1),
+    ("int5", False): Task(_multiply_int5),
+    ("int6", False): Task(_multiply_int6),
     ("uint4", False): Task(_multiply_uint4),
+    ("uint5", False): Task(_multiply_uint5),
     ("uint8", False): Task(_multiply_uint8),
 }

@@ -25,7 +25,7 @@ from ..blocks import OperatorBackend
 from ..checkpoint.packed_codes import PackedCodes
 from ..checkpoint.quantized_matrix import (
     GROUP,
-    WITHOUT_OFFSETS,
+    ON_GPUS,
     Matrix,
     QuantizedAtLoad,
     QuantizedMatrix,
@@ -142,7 +142,7 @@ class TritonBackend(OperatorBackend):
     """
 
     attention_batch = staticmethod(rows_from_host)
-    kept_codes = WITHOUT_OFFSETS
+    kept_codes = ON_GPUS
 
     def __init__(
         self,

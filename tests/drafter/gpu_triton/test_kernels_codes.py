@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
-from manta.drafter.compute.checkpoint.quantized_matrix import WITHOUT_OFFSETS, QuantizedMatrix, quantize
+from manta.drafter.compute.checkpoint.quantized_matrix import ON_GPUS, QuantizedMatrix, quantize
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.gpu_triton.common.element_ops import gate
 from manta.drafter.compute.gpu_triton.linear.gemm_tiles import ProductWorkspace
@@ -28,7 +28,7 @@ MANY_ROWS = (70, MAX_OWN_ROWS + 1)
 OUTPUTS, INPUTS = 90, 192  # neither is a multiple of a tile
 # Powers of two as scales, as MXFP4 stores them, beside those that other backends are tested with.
 ALL = {
-    **{name: make for name, make in MATRICES.items() if make(16, 64).code in WITHOUT_OFFSETS},
+    **{name: make for name, make in MATRICES.items() if make(16, 64).code in ON_GPUS},
     "mxfp4": lambda o, i: QuantizedMatrix(
         "e2m1", bytes_of(o, i, 16), torch.randint(118, 123, (o, i // 32), dtype=torch.uint8)
     ),

@@ -58,6 +58,13 @@ MATRICES: dict[str, Callable[[int, int], QuantizedMatrix]] = {
     "uint4": lambda o, i: QuantizedMatrix(
         "uint4", bytes_of(o, i, 16), scales(o, i // 32, torch.float16), None, -scales(o, i // 32).half()
     ),
+    "int5": lambda o, i: QuantizedMatrix("int5", bytes_of(o, i, 32), scales(o, i // 32, torch.float16)),
+    "int6 in blocks": lambda o, i: QuantizedMatrix(
+        "int6", bytes_of(o, i, 64), in_blocks(o, i // 16, torch.int8)
+    ),
+    "uint5 in blocks": lambda o, i: QuantizedMatrix(
+        "uint5", bytes_of(o, i, 32), in_blocks(o, i // 32), None, in_blocks(o, i // 32)
+    ),
     "uint4 in blocks": lambda o, i: QuantizedMatrix(
         "uint4", bytes_of(o, i, 16), in_blocks(o, i // 32), None, in_blocks(o, i // 32)
     ),

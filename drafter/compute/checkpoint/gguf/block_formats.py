@@ -21,7 +21,7 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from ..quantized_matrix import BlockedValues, Code, PackedForm, QuantizedMatrix
+from ..quantized_matrix import ZERO, BlockedValues, Code, PackedForm, QuantizedMatrix
 
 Type = GGMLQuantizationType
 
@@ -108,12 +108,12 @@ def _q4_1(blocks: Tensor) -> QuantizedMatrix:
 
 def _q5_0(blocks: Tensor) -> QuantizedMatrix:
     codes = _nibbles(blocks[..., 6:], 16) | _fifth_bits(blocks, 2)
-    return QuantizedMatrix("int8", _signed(codes, 16), _half(blocks, 0))
+    return QuantizedMatrix("int5", codes.flatten(1), _half(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> QuantizedMatrix:
     codes = _nibbles(blocks[..., 8:], 16) | _fifth_bits(blocks, 4)
-    return QuantizedMatrix("uint8", codes.flatten(1), _half(blocks, 0), None, _half(blocks, 2))
+    return QuantizedMatrix("uint5", codes.flatten(1), _half(blocks, 0), None, _half(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> QuantizedMatrix:
@@ -130,7 +130,7 @@ def _q3_k(blocks: Tensor) -> QuantizedMatrix:
     low, high = _nibbles(blocks[..., 96:104], 8), _fields(blocks[..., 104:108], (0, 2, 4, 6), 3).flatten(-2)
     scales = (low | high << 4).view(torch.int8) - 32
     codes = _two_bits(blocks[..., 32:96]) | _bits(blocks[..., :32]) << 2
-    return QuantizedMatrix("int8", _signed(codes, 4), _scaled(_half(blocks, 108), scales))
+    return QuantizedMatrix("int4", codes.flatten(1) + (ZERO - 4), _scaled(_half(blocks, 108), scales))
 
 
 def _q4_k(blocks: Tensor) -> QuantizedMatrix:
@@ -140,13 +140,13 @@ def _q4_k(blocks: Tensor) -> QuantizedMatrix:
 
 def _q5_k(blocks: Tensor) -> QuantizedMatrix:
     codes = _nibbles(blocks[..., 48:], 32) | _bits(blocks[..., 16:48]) << 4
-    return _with_mins("uint8", codes.flatten(1), _half(blocks, 0), *_six_bits(blocks))
+    return _with_mins("uint5", codes.flatten(1), _half(blocks, 0), *_six_bits(blocks))
 
 
 def _q6_k(blocks: Tensor) -> QuantizedMatrix:
     codes = _nibbles(blocks[..., :128], 64) | _two_bits(blocks[..., 128:192]) << 4
     scales = blocks[..., 192:208].contiguous().view(torch.int8)
-    return QuantizedMatrix("int8", _signed(codes, 32), _scaled(_half(blocks, 208), scales))
+    return QuantizedMatrix("int6", codes.flatten(1), _scaled(_half(blocks, 208), scales))
 
 
 def _q8_k(blocks: Tensor) -> QuantizedMatrix:
@@ -192,7 +192,8 @@ def _iq4_xs(blocks: Tensor) -> QuantizedMatrix:
 
 
 def _tq2_0(blocks: Tensor) -> QuantizedMatrix:
-    return QuantizedMatrix("int8", _signed(_two_bits(blocks[..., :64]), 1), _half(blocks, 64))
+    codes = _two_bits(blocks[..., :64]).flatten(1)
+    return QuantizedMatrix("int4", codes + (ZERO - 1), _half(blocks, 64))
 
 
 def _tq1_0(blocks: Tensor) -> QuantizedMatrix:
@@ -201,7 +202,7 @@ def _tq1_0(blocks: Tensor) -> QuantizedMatrix:
     parts = (blocks[..., :32], 5), (blocks[..., 32:48], 5), (blocks[..., 48:52], 4)
     digits = torch.cat([(part.unsqueeze(-2) * powers[:num]).flatten(-2) for part, num in parts], dim=-1)
     codes = (digits.to(torch.int16) * 3 >> 8).to(torch.uint8)
-    return QuantizedMatrix("int8", _signed(codes, 1), _half(blocks, 52))
+    return QuantizedMatrix("int4", codes.flatten(1) + (ZERO - 1), _half(blocks, 52))
 
 
 def _mxfp4(blocks: Tensor) -> QuantizedMatrix:
@@ -224,19 +225,19 @@ def _e2m1(codes_OBC: Tensor) -> Tensor:
 CODED: Mapping[Type, BlockFormat] = {
     Type.Q4_0: BlockFormat(PackedForm("int4", 32, torch.float16, 0), _q4_0),
     Type.Q4_1: BlockFormat(PackedForm("uint4", 32, torch.float16, 2), _q4_1),
-    Type.Q5_0: BlockFormat(PackedForm("int8", 32, torch.float16, 0), _q5_0),
-    Type.Q5_1: BlockFormat(PackedForm("uint8", 32, torch.float16, 2), _q5_1),
+    Type.Q5_0: BlockFormat(PackedForm("int5", 32, torch.float16, 0), _q5_0),
+    Type.Q5_1: BlockFormat(PackedForm("uint5", 32, torch.float16, 2), _q5_1),
     Type.Q8_0: BlockFormat(PackedForm("int8", 32, torch.float16, 0), _q8_0),
     Type.Q2_K: BlockFormat(PackedForm("uint4", 16, torch.uint8, 1, 4 / 256), _q2_k),
-    Type.Q3_K: BlockFormat(PackedForm("int8", 16, torch.int8, 0, 2 / 256), _q3_k),
+    Type.Q3_K: BlockFormat(PackedForm("int4", 16, torch.int8, 0, 2 / 256), _q3_k),
     Type.Q4_K: BlockFormat(PackedForm("uint4", 32, torch.uint8, 1, 4 / 256), _q4_k),
-    Type.Q5_K: BlockFormat(PackedForm("uint8", 32, torch.uint8, 1, 4 / 256), _q5_k),
-    Type.Q6_K: BlockFormat(PackedForm("int8", 16, torch.int8, 0, 2 / 256), _q6_k),
+    Type.Q5_K: BlockFormat(PackedForm("uint5", 32, torch.uint8, 1, 4 / 256), _q5_k),
+    Type.Q6_K: BlockFormat(PackedForm("int6", 16, torch.int8, 0, 2 / 256), _q6_k),
     Type.Q8_K: BlockFormat(PackedForm("int8", 256, torch.float32, 0), _q8_k),
     Type.IQ4_NL: BlockFormat(PackedForm("int8", 32, torch.float16, 0), _iq4_nl),
     Type.IQ4_XS: BlockFormat(PackedForm("int8", 32, torch.int8, 0, 2 / 256), _iq4_xs),
-    Type.TQ1_0: BlockFormat(PackedForm("int8", 256, torch.float16, 0), _tq1_0),
-    Type.TQ2_0: BlockFormat(PackedForm("int8", 256, torch.float16, 0), _tq2_0),
+    Type.TQ1_0: BlockFormat(PackedForm("int4", 256, torch.float16, 0), _tq1_0),
+    Type.TQ2_0: BlockFormat(PackedForm("int4", 256, torch.float16, 0), _tq2_0),
     Type.MXFP4: BlockFormat(PackedForm("e2m1", 32, torch.uint8, 0), _mxfp4),
     Type.NVFP4: BlockFormat(PackedForm("e2m1", 16, torch.float32, 0), _nvfp4),
 }

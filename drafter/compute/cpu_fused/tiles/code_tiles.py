@@ -5,6 +5,8 @@ any, in fp32, rounded to bf16 where that product need not be exact. Sums are cha
 as of bf16 weights (`simd_tiles.py`), so a product has the bits of one with the dequantized matrix.
 
     codes, per 16 columns:    8 bits: [K, 16]         4 bits: [K / 2, 16], the earlier input in the low nibble
+                              5 and 6 bits: [K / 2, 20 or 24], four bits as above, then of each input 16 bits
+                              of its columns for the fifth bit, and 16 for the sixth
     scales, and zeros or offsets, expanded:     fp32 [tiles of 16 columns, G, 16]
 
 Each kind of code is compiled on its own when a model first needs it (`packed_weight.py`). Two operations:
@@ -24,7 +26,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from ...checkpoint.quantized_matrix import GRID, PAIRED, WITH_OFFSETS, ZERO, Code
+from ...checkpoint.quantized_matrix import BITS, GRID, WITH_OFFSETS, ZERO, Code
 from ...cpu_numba.cpu_features import Instructions, bf16_instructions
 from ...cpu_numba.llvm_intrinsics import (
     BYTE,
@@ -59,6 +61,7 @@ FACTORS: Mapping[Code, float] = {"e4m3": 2.0**8, "e2m1": 2.0**14}
 Emit = Callable[[Any, Sequence[Value]], None]  # of a builder and its arguments
 _BYTES = ir.VectorType(BYTE, 16)
 _FP16 = ir.VectorType(ir.HalfType(), 16)
+_MASK = ir.VectorType(ir.IntType(1), 16)
 _UPPER_HALF = -65536
 
 
@@ -91,7 +94,7 @@ class _Decoder:
     def __init__(self, code: Code, *, has_zeros: bool, rounds: bool) -> None:
         self.code, self._has_zeros, self._rounds = code, has_zeros, rounds
         self._has_offsets = code in WITH_OFFSETS
-        self.line_bytes = 16 if code in PAIRED else 32  # of a pair of inputs of 16 columns
+        self.line_bytes = 4 * BITS[code]  # of a pair of inputs of 16 columns
 
     def shared(self, builder: Any, values: dict[str, Value], tile: int, pair: Value) -> list[Value]:
         """Load what a pair's values of a tile share, per column."""
@@ -230,6 +233,28 @@ def _uint4(builder: Any, line: Value, half: int) -> Value:
     return builder.sitofp(builder.and_(code, lanes(15, INT32)), FLOATS)
 
 
+def _high_bits(builder: Any, line: Value, half: int, planes: int) -> Value:
+    """Return an input's codes with their bits above the fourth."""
+    code = builder.and_(_nibble(builder, line, half, PAIRS, INT32), lanes(15, INT32))
+    for plane in range(planes):
+        bits = load(builder, at(builder, line, (1, 16 + 2 * (half * planes + plane))), INT16)
+        ones = builder.zext(builder.bitcast(bits, _MASK), PAIRS)
+        code = builder.or_(code, builder.shl(ones, lanes(4 + plane, INT32)))
+    return code
+
+
+def _int5(builder: Any, line: Value, half: int) -> Value:
+    return builder.sitofp(builder.sub(_high_bits(builder, line, half, 1), lanes(16, INT32)), FLOATS)
+
+
+def _int6(builder: Any, line: Value, half: int) -> Value:
+    return builder.sitofp(builder.sub(_high_bits(builder, line, half, 2), lanes(32, INT32)), FLOATS)
+
+
+def _uint5(builder: Any, line: Value, half: int) -> Value:
+    return builder.sitofp(_high_bits(builder, line, half, 1), FLOATS)
+
+
 def _e4m3(builder: Any, line: Value, half: int) -> Value:
     """Move sign, exponent and mantissa to their places in fp16, which has an exponent bias larger by 8."""
     moved = builder.shl(builder.sext(_byte_of_columns(builder, line, half), HALVES), lanes(7, INT16))
@@ -253,6 +278,9 @@ _DECODED: dict[Code, Callable[[Any, Value, int], Value]] = {
     "int4": _int4,
     "e4m3": _e4m3,
     "e2m1": _e2m1,
+    "int5": _int5,
+    "int6": _int6,
     "uint4": _uint4,
+    "uint5": _uint5,
     "uint8": _uint8,
 }

@@ -16,6 +16,7 @@ from manta.drafter.compute.checkpoint.gguf.block_formats import (
     is_read,
     values_of,
 )
+from manta.drafter.compute.checkpoint.quantized_matrix import BITS
 
 ORACLE = sorted(kind for kind in GGMLQuantizationType if is_read(kind) and kind not in FLOATS)
 WITHOUT_ORACLE = {GGMLQuantizationType.Q8_K}  # a type of intermediate results in llama.cpp
@@ -67,7 +68,7 @@ def test_codes_and_their_form_are_those_that_the_table_states(kind: GGMLQuantiza
     matrix.map(lambda tensor: tensors.append(tensor) or tensor)
     shared = sum(tensor.nbytes for tensor in tensors[1:])
     codes = matrix.codes_OI.numel()
-    assert shared / codes == form.bytes - (0.5 if form.num_codes == 16 else 1)
+    assert shared / codes == form.bytes - BITS[form.code] / 8
 
 
 def test_values_of_q8_k_are_codes_times_the_scale_of_the_block() -> None:
