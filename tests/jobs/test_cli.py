@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,22 @@ def test_help_needs_neither_torch_nor_ray() -> None:
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=240)
+
+
+@pytest.mark.parametrize("imported", ["typer", "rich.console", "manta.cluster.config"])
+def test_a_ctrl_c_during_the_imports_ends_the_command_quietly(imported: str) -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts["manta"].partition(":")
+    command = [sys.executable, "-Ximporttime", "-c", f"import {module} as m; m.{function}()", "--version"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stderr:  # one for each module, once it is imported
+            if line.split("|")[-1].strip() == imported:
+                break
+        process.send_signal(signal.SIGINT)
+        said = [line for line in process.stderr if not line.startswith("import time:")]
+        assert (process.wait(240), said, process.stdout.read()) == (130, [], "")
 
 
 def test_help_explains_the_off_by_one_of_speculative_tokens(capsys: pytest.CaptureFixture[str]) -> None:
