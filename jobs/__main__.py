@@ -1,6 +1,7 @@
 """The entry point of the command `manta`: a Ctrl-C while the command line is imported ends it quietly.
 
-Python would print a traceback of the import. The command line itself handles signals (`common/stop_signals.py`).
+Python would print a traceback of the import. The command line itself handles signals
+(`common/stop_signals.py`).
 """
 
 from __future__ import annotations
