@@ -1,10 +1,12 @@
 """Locates a checkpoint: a local folder, one shipped in this package, or a snapshot from the Hugging Face hub.
 
+A GGUF file, local or from the hub (`owner/name:Q4_K_M`), is a folder as well: `gguf_checkpoint.py` writes it.
 Reads only enough to check that a target is not a drafter.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +18,8 @@ from ...drafter.compute.checkpoint.hf_config import read_json
 
 _ROOT = Path(__file__).resolve().parents[2]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_GGUF = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<quantization>[\w.-]+)")  # as llama.cpp's -hf
+_GGUF = ".gguf"
 SHAPE_FILES = (
     "config.json",
     "generation_config.json",
@@ -40,21 +44,32 @@ def resolve_checkpoint(
     """Return the folder that `name` refers to.
 
     Args:
-        name: a folder (absolute, relative to the working directory, or to the package), or a hub id.
+        name: a folder (absolute, relative to the working directory, or to the package), a hub id, or a GGUF
+            file: its path, any part of a split one, or `owner/name:quantization` on the hub.
         field: the setting that contained the name, for error messages.
         files: patterns of the files to get from the hub; `SHAPE_FILES` contains no weights.
         revision: revision on the hub; default: the newest.
         download_dir: folder for snapshots instead of the hub's cache.
     """
-    for folder in (Path(name).expanduser(), _ROOT / name):
+    from .gguf_checkpoint import gguf_checkpoint, gguf_in, gguf_on_hub  # reads tokenizers, which read this
+
+    local = Path(name).expanduser()
+    for folder in (local, _ROOT / name):
         if folder.is_dir():
-            if revision is not None:
-                raise ConfigError(
-                    f"{field}={name!r} is a folder, which has no revision {revision!r}. Leave out "
-                    "revision, or give a hub id.",
-                    param="revision" if field == "model" else field,
-                )
-            return folder.resolve()
+            _refuse_revision(name, "folder", field, revision)
+            gguf = gguf_in(folder, field)
+            return folder.resolve() if gguf is None else gguf_checkpoint(gguf, field)
+    if local.is_file():
+        _refuse_revision(name, "file", field, revision)
+        return gguf_checkpoint(local, field)
+    if (found := _HUB_GGUF.fullmatch(name)) is not None:
+        return gguf_checkpoint(
+            gguf_on_hub(found["repo"], found["quantization"], field, revision, download_dir), field
+        )
+    if name.endswith(_GGUF):
+        raise CheckpointError(
+            f"{field}={name!r}: there is no such file. Give the path of a GGUF file.", param=field
+        )
     if not _HUB_ID.fullmatch(name) or name.startswith("."):
         raise CheckpointError(
             f"{field}={name!r}: there is no such folder, and it is not a hub id (owner/name). Give the path "
@@ -64,16 +79,32 @@ def resolve_checkpoint(
     return _download(name, field, files, revision, download_dir)
 
 
+def _refuse_revision(name: str, what: str, field: str, revision: str | None) -> None:
+    if revision is not None:
+        raise ConfigError(
+            f"{field}={name!r} is a {what}, which has no revision {revision!r}. Leave out "
+            "revision, or give a hub id.",
+            param="revision" if field == "model" else field,
+        )
+
+
 def shipped(path: Path) -> Path:
     return path if path.exists() or not (_ROOT / path).exists() else _ROOT / path
 
 
 def revision_of(name: str, revision: str | None = None, download_dir: str | None = None) -> str:
-    """Return the commit of a cached hub snapshot; empty for a folder. Does not use the network."""
+    """Return the commit of a cached hub snapshot; empty for others. Does not use the network."""
     from huggingface_hub import try_to_load_from_cache
+
+    from .gguf_checkpoint import cached_snapshot
 
     if Path(name).is_dir():
         return _snapshot_of(Path(name))
+    if Path(name).is_file():
+        return _snapshot_of(Path(name).absolute().parent)
+    if (gguf := _HUB_GGUF.fullmatch(name)) is not None:
+        snapshot = cached_snapshot(gguf["repo"], revision, download_dir)
+        return "" if snapshot is None else _snapshot_of(snapshot)
     if not _HUB_ID.fullmatch(name):
         return ""
     found = try_to_load_from_cache(name, "config.json", cache_dir=download_dir, revision=revision)
@@ -180,7 +211,18 @@ def with_drafter(config: EngineConfig, model: str) -> EngineConfig:
 
 def absolute_path(name: str) -> str:
     """Return the absolute path of a local checkpoint or file; hub ids are unchanged."""
-    return str(Path(name).resolve()) if Path(name).exists() else name
+    if not Path(name).exists():
+        return name
+    # The hub's cache links to a GGUF file, and only the link has the name with the number of its part.
+    return os.path.abspath(name) if name.endswith(_GGUF) else str(Path(name).resolve())  # noqa: PTH100
+
+
+def served_name(model: str) -> str:
+    """Return the default name of a model in the API: a GGUF file's name without its ending, or `model`."""
+    from ...drafter.compute.checkpoint.gguf.gguf_file import model_name
+
+    is_file = model.endswith(_GGUF) and not _HUB_GGUF.fullmatch(model)
+    return model_name(Path(model).name) if is_file else model
 
 
 def _download(

@@ -27,7 +27,7 @@ from ...actors.batch.dataset.row_requests import (
 from ...actors.batch.row_answerer import LOGPROBS_TYPE, Result, RowAnswerer
 from ...actors.engine.async_engine import AsyncEngine
 from ...actors.http.protocol.protocol import check_extra_fields
-from ...actors.tokenization.checkpoint_paths import target_folder
+from ...actors.tokenization.checkpoint_paths import served_name, target_folder
 from ...actors.tokenization.generation_config import GenerationDefaults
 from ...cluster.config import EngineConfig
 from ...cluster.errors import EngineDeadError, MantaError, RequestError, did_you_mean
@@ -100,7 +100,9 @@ class ProcessorEngine:
                 engine = AsyncEngine(self._config)
                 await engine.start()
                 await engine.measure_steps()
-                self._answerer = RowAnswerer(engine, self._layout, generation, self._config.model)
+                self._answerer = RowAnswerer(
+                    engine, self._layout, generation, served_name(self._config.model)
+                )
         return self._answerer
 
 

@@ -28,6 +28,7 @@ from ...actors.batch.dataset.storage import Storage
 from ...actors.batch.row_stats import RowStats
 from ...actors.engine.uniproc_executor import make_executor
 from ...actors.targets.loading.load_plan import plan_load
+from ...actors.tokenization.checkpoint_paths import served_name
 from ...cluster.batch.row_ranges import count, difference, union
 from ...cluster.config import EngineConfig
 from ...cluster.errors import DatasetError, OutputError, brief_url
@@ -78,7 +79,7 @@ def run_batch(
         config=config,
         source=source,
         layout=layout,
-        model_name=options.model_name or config.model,
+        model_name=options.model_name or served_name(config.model),
         output=output,
         make=make,
     )

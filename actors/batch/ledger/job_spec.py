@@ -12,12 +12,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ....cluster.batch.row_ranges import RowRanges
 from ....cluster.config import EngineConfig
 from ....cluster.errors import ConfigError
+from ....drafter.compute.checkpoint.gguf.gguf_file import GgufFile
 from ...tokenization.checkpoint_paths import target_folder, tokenizer_folder
+from ...tokenization.gguf_checkpoint import gguf_files
 from .output_index import OutputIndex
 from .output_parts import Json, OutputForm
 
@@ -196,6 +198,8 @@ def model_identity(config: EngineConfig) -> dict[str, Any]:  # Any: JSON
 
 def checkpoint_identity(folder: Path) -> str:
     """Return a digest of a checkpoint's small files, and of sizes and probes of its weights."""
+    if files := gguf_files(folder):
+        return _gguf_identity(files)
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix not in SUFFIXES or not path.is_file():
@@ -203,13 +207,32 @@ def checkpoint_identity(folder: Path) -> str:
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}\n".encode())
         with path.open("rb") as file:
-            if path.suffix != ".safetensors":
+            if path.suffix == ".safetensors":
+                _probe(file, size, digest)
+            else:
                 digest.update(file.read())
-                continue
-            for begin in sorted({0, size // 2, max(size - PROBE_BYTES, 0)}):
-                file.seek(begin)
-                digest.update(file.read(PROBE_BYTES))
     return digest.hexdigest()
+
+
+def _gguf_identity(files: Sequence[Path]) -> str:
+    """Return a digest of headers, and of sizes and probes: the folder's own files follow from the headers."""
+    digest = hashlib.sha256()
+    tensors = GgufFile(files[0]).tensors.values()
+    for part, path in enumerate(files):
+        size = path.stat().st_size
+        digest.update(f"{size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(
+                file.read(min((info.offset for info in tensors if info.part == part), default=size))
+            )
+            _probe(file, size, digest)
+    return digest.hexdigest()
+
+
+def _probe(file: BinaryIO, size: int, digest: hashlib._Hash) -> None:
+    for begin in sorted({0, size // 2, max(size - PROBE_BYTES, 0)}):
+        file.seek(begin)
+        digest.update(file.read(PROBE_BYTES))
 
 
 def settings_identity(config: EngineConfig) -> dict[str, Any]:  # Any: JSON

@@ -15,6 +15,7 @@ from ....cluster.flag import NO_FLAG, Flag, FolderPath, Size
 from ....cluster.fleet.autoscaling import ScalingRules
 from ....cluster.metrics.metric import ANY, is_label
 from ...system.log_setup import LogFormat
+from ...tokenization.checkpoint_paths import served_name
 from ...tokenization.generation_config import GenerationDefaults
 
 UnknownParams = Literal["ignore", "warn", "reject"]
@@ -45,7 +46,7 @@ class ServerSettings:
 
     Attributes:
         served_model_name: name of the model in the API; may be repeated. The first is reported. By default
-            the engine's `model`.
+            the engine's `model`, of a GGUF file its name without the ending.
         generation_config: sampling defaults: the checkpoint's generation_config.json ("auto"), OpenAI's
             ("openai"; vLLM's name is vllm), or those of a folder.
         override_generation_config: other values for keys of that file: '{"temperature": 0.6}'. The keys are
@@ -246,7 +247,7 @@ class ServerSettings:
             object.__setattr__(self, "scaling", from_mapping(ScalingRules, self.scaling, "scaling."))
 
     def model_names(self, model: str) -> tuple[str, ...]:
-        return _as_tuple(self.served_model_name) or (model,)
+        return _as_tuple(self.served_model_name) or (served_name(model),)
 
     def keys(self, name: str) -> tuple[str, ...]:
         """Return the keys of `api_key`, `admin_api_key` or `metrics_api_key`."""

@@ -26,6 +26,8 @@ from manta.drafter.compute.checkpoint.gguf.gguf_file import GgufFile
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from .gguf_vocabulary import add_vocabulary
+
 Config = dict[str, Any]  # Any: JSON values
 Converted = dict[str, Tensor]
 _SUFFIXES = (".weight", ".bias")
@@ -278,7 +280,8 @@ def publish_gguf(
 ) -> tuple[Path, Path]:
     """Return a folder that shows a GGUF file, and one with the same values in safetensors.
 
-    `types` are given to the matrices in turn, where their rows have whole blocks.
+    `types` are given to the matrices in turn, where their rows have whole blocks. A tokenizer in `saved` must
+    be one of `support/checkpoints/text_pair.py`.
     """
     config = json.loads((saved / "config.json").read_text())
     tensors, form = load_file(saved / "model.safetensors"), GGUF_FAMILIES[family]
@@ -300,6 +303,10 @@ def publish_gguf(
         encoded = _encoded(_changed(name, tensor, form).contiguous(), kind, random)
         writer.add_tensor(_stored_name(names, name), encoded, raw_dtype=kind)
         flat[of_numbers[name].flatten()] = _undone(name, _decoded(encoded, kind), form).flatten()
+    if (saved / "tokenizer.json").exists():
+        vocabulary = json.loads((saved / "tokenizer.json").read_text())
+        add_vocabulary(writer, vocabulary, kind="gpt2", pre="gpt-2", num_rows=config["vocab_size"])
+        writer.add_chat_template(json.loads((saved / "tokenizer_config.json").read_text())["chat_template"])
     for name, tensor in form.extra(config).items():
         writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()

@@ -22,7 +22,21 @@ def write_vocabulary(
     num_rows: int = 0,
     keys: Mapping[str, Any] | None = None,  # Any: texts, numbers and flags by key, after `tokenizer.`
 ) -> None:
-    """Write a file without tensors.
+    """Write a file without tensors; the arguments are those of `add_vocabulary`."""
+    writer = GGUFWriter(path, "llama")
+    add_vocabulary(writer, tokenizer, kind=kind, pre=pre, num_rows=num_rows)
+    write_keys(writer, keys or {})
+
+
+def add_vocabulary(
+    writer: GGUFWriter,
+    tokenizer: Mapping[str, Any],  # Any: the content of a tokenizer.json of BPE
+    *,
+    kind: str,
+    pre: str | None = None,
+    num_rows: int = 0,
+) -> None:
+    """Add tokens and merges.
 
     Args:
         kind: `tokenizer.ggml.model`. For `llama`, the merges become scores.
@@ -38,7 +52,6 @@ def write_vocabulary(
     padding = {i: (f"[PAD{i}]", TokenType.UNUSED) for i in range(max(num_rows, max(tokens) + 1))}
     tokens = dict(sorted((padding | tokens).items()))
     merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
-    writer = GGUFWriter(path, "llama")
     writer.add_tokenizer_model(kind)
     if pre is not None:
         writer.add_tokenizer_pre(pre)
@@ -49,7 +62,6 @@ def write_vocabulary(
         writer.add_token_scores([-float(ranks.get(text, len(merges))) for text, _ in tokens.values()])
     else:
         writer.add_token_merges([" ".join(merge) for merge in merges])
-    write_keys(writer, keys or {})
 
 
 def added(text: str, special: bool) -> tuple[str, TokenType]:

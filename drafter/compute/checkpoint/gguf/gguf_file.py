@@ -33,7 +33,7 @@ class GgufFile:
 
     def __init__(self, path: str | Path) -> None:
         """Read the headers. Raises CheckpointError for a broken or missing file or part."""
-        self.paths = _parts(Path(path).absolute())
+        self.paths = parts_of(Path(path).absolute())
         self.path = self.paths[0]
         self._headers = [read_header(each, part) for part, each in enumerate(self.paths)]
         self.metadata: Mapping[str, Value] = self._headers[0].metadata
@@ -67,7 +67,13 @@ class GgufFile:
         return flat.reshape(-1, info.row_bytes) if info.bytes else flat.reshape(0, info.row_bytes)
 
 
-def _parts(path: Path) -> tuple[Path, ...]:
+def model_name(file_name: str) -> str:
+    """Return the name of a file without its ending and its number as a part."""
+    found = _PART.fullmatch(file_name)
+    return file_name.removesuffix(".gguf") if found is None else found["stem"]
+
+
+def parts_of(path: Path) -> tuple[Path, ...]:
     """Return all parts of a split file in order, found by their names; `path` alone if it is no part."""
     found = _PART.fullmatch(path.name)
     if found is None:
