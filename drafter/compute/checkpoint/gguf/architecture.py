@@ -146,9 +146,10 @@ def expert_parts(gate: str, up: str, down: str) -> Mapping[str, Part]:
     }
 
 
-MLP_EXPERTS: Mapping[str, Part] = expert_parts(
-    *(f"mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down"))
-)
+MLP_EXPERTS: Mapping[str, Part] = {
+    **expert_parts(*(f"mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down"))),
+    "ffn_gate_up_exps": Part("mlp.experts.{expert}.{kind}_proj", experts_gate_up),
+}
 
 
 def num_mtp_layers(keys: MetadataKeys) -> int:

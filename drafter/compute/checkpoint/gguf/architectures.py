@@ -42,6 +42,8 @@ _SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p":
 def config_of(file: GgufFile) -> Config:
     """Return the content of config.json. Raises CheckpointError for an architecture that is not supported."""
     keys, found = _definition(file)
+    if not keys.flag("attention.causal", True):
+        raise keys.wrong("attention.causal", False, "true: models of embeddings are not supported")
     return {
         "architectures": [found.class_name],
         "model_type": found.model_type,

@@ -219,7 +219,6 @@ _QWEN35_MOE_LAYER: Mapping[str, Part] = {
     **_QWEN35_LAYER,
     "ffn_gate_inp": Part("mlp.gate"),
     **MLP_EXPERTS,
-    "ffn_gate_up_exps": Part("mlp.experts.{expert}.{kind}_proj", experts_gate_up),
     **{f"ffn_{name}_shexp": Part(f"mlp.shared_expert.{name}_proj") for name in ("gate", "up", "down")},
     "ffn_gate_inp_shexp": Part("mlp.shared_expert_gate", as_row),
 }

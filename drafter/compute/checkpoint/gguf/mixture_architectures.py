@@ -154,7 +154,10 @@ def _minimax_m2(keys: MetadataKeys) -> Config:
 
 def _deepseek2(keys: MetadataKeys) -> Config:
     rotated, heads = keys.count("rope.dimension_count"), keys.count("attention.head_count")
-    size = keys.count("attention.key_length_mla")
+    size, of_values = (
+        keys.count(f"attention.{name}_mla" if keys.has(f"attention.{name}_mla") else f"attention.{name}")
+        for name in ("key_length", "value_length")  # older files have no others
+    )
     return {
         **_sigmoid_experts(keys),
         "num_attention_heads": heads,
@@ -164,7 +167,7 @@ def _deepseek2(keys: MetadataKeys) -> Config:
         "kv_lora_rank": keys.count("attention.kv_lora_rank"),
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": size - rotated,
-        "v_head_dim": keys.count("attention.value_length_mla"),
+        "v_head_dim": of_values,
         "rope_parameters": _with_score_scale(keys, rope_config(keys, rotated)),
     }
 
