@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
 from manta.drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedFolder
 from safetensors.torch import load_file
 from support.checkpoints.families import DEEPSEEK_YARN
-from support.checkpoints.gguf_checkpoints import GGUF_FAMILIES, MIXED, publish_gguf
+from support.checkpoints.gguf_checkpoints import GGUF_FAMILIES, MIXED, publish_gguf, show
 from support.checkpoints.mtp_targets import make_mtp_target
 from support.checkpoints.tiny import make_tiny_target, transformers_model
 from support.engines.steps import settings
@@ -221,6 +222,27 @@ def test_what_is_not_supported_is_refused_by_name(
     with pytest.raises(CheckpointError, match=says):
         config_of(GgufFile(file))
         weights_of(shown)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "says"),
+    [
+        ("gpt_oss", (b"blk.0.ffn_up_exps.weight", b"blk.7.ffn_up_exps.weight"), r"needs blk\.0\.ffn_up_exps"),
+        ("deepseek_v3", (b"blk.1.attn_v_b.weight", b"blk.6.attn_v_b.weight"), r"needs blk\.1\.attn_v_b"),
+        ("qwen3_5", (b"group_count\4\0\0\0\4", b"group_count\4\0\0\0\7"), "linear_num_value_heads"),
+        ("qwen3_moe", (b"expert_count\4\0\0\0\4", b"expert_count\4\0\0\0\5"), r"expert_count=5 must be the"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_belong_together_are_refused(
+    family: str, change: tuple[bytes, bytes], says: str, tmp_path: Path
+) -> None:
+    shown, _ = make(tmp_path, family)
+    file = tmp_path / "published" / "model.gguf"
+    rewritten(file, lambda content: content.replace(*change))
+    with pytest.raises(CheckpointError, match=says):
+        config_of(GgufFile(file))
+        shutil.rmtree(shown)
+        weights_of(show(file, shown))
 
 
 def test_scales_that_are_no_numbers_are_refused(tmp_path: Path) -> None:

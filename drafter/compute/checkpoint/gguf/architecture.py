@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .....cluster.errors import CheckpointError, brief_name
 from .gguf_file import GgufFile
 from .header import TensorInfo
 from .metadata_keys import MetadataKeys
@@ -96,20 +97,22 @@ def as_row(_: MetadataKeys, info: TensorInfo, name: str) -> Views:
     return {name: Computed((1, prod(info.shape)), lambda file: values(file, info.name).view(1, -1))}
 
 
-def experts(_: MetadataKeys, info: TensorInfo, name: str) -> Views:
+def experts(keys: MetadataKeys, info: TensorInfo, name: str) -> Views:
     """Return a matrix per expert of a tensor [E, O, I]; `name` has a place for the expert's number."""
-    num_experts, rows = (1, *info.shape)[-3:-1]
+    require_dimensions(keys, info, 3)
+    num_experts, rows = info.shape[:2]
     return {
         name.format(expert=expert): StoredRows(info, expert * rows, rows) for expert in range(num_experts)
     }
 
 
-def experts_gate_up(_: MetadataKeys, info: TensorInfo, name: str) -> Views:
+def experts_gate_up(keys: MetadataKeys, info: TensorInfo, name: str) -> Views:
     """Return two matrices per expert of a tensor with each expert's gate rows before its up rows.
 
     `name` has a place for the expert's number, and one for "gate" or "up".
     """
-    num_experts, rows = (1, *info.shape)[-3:-1]
+    require_dimensions(keys, info, 3)
+    num_experts, rows = info.shape[:2]
     inner = rows // 2
     return {
         name.format(expert=expert, kind=kind): StoredRows(info, expert * rows + half * inner, inner)
@@ -158,9 +161,48 @@ def num_mtp_layers(keys: MetadataKeys) -> int:
 
 
 def num_layers_of(keys: MetadataKeys) -> int:
-    if (found := keys.count("block_count") - num_mtp_layers(keys)) < 1:
+    """Return the model's own layers. Raises CheckpointError if there are fewer tensors than layers."""
+    count, num_tensors = keys.count("block_count"), len(keys.file.tensors)
+    if count > num_tensors:
+        raise keys.wrong("block_count", count, f"at most the number of tensors ({num_tensors})")
+    if (found := count - num_mtp_layers(keys)) < 1:
         raise keys.wrong("nextn_predict_layers", num_mtp_layers(keys), "less than block_count")
     return found
+
+
+def num_experts_of(keys: MetadataKeys) -> int:
+    """Return the experts of a layer. Raises CheckpointError if tensors have another number of them."""
+    count = keys.count("expert_count")
+    for name, info in keys.file.tensors.items():
+        if name.endswith("_exps.weight") and info.shape[:-2] != (count,):
+            raise keys.wrong(
+                "expert_count", count, f"the first size of {brief_name(name)}, {list(info.shape)}"
+            )
+    return count
+
+
+def partner(keys: MetadataKeys, info: TensorInfo, part: str, other: str) -> TensorInfo:
+    """Return the tensor that belongs to `info`, whose name has `other` in place of `part`.
+
+    Raises CheckpointError if there is none, or if it has another number of dimensions.
+    """
+    name = info.name.replace(part, other)
+    found = keys.file.tensors.get(name)
+    if found is None or len(found.shape) != len(info.shape):
+        of = "no such tensor" if found is None else f"one of shape {list(found.shape)}"
+        raise CheckpointError(
+            f"{keys.where}: {brief_name(info.name)} of shape {list(info.shape)} needs {brief_name(name)}, but"
+            f" the file has {of}; download it again."
+        )
+    return found
+
+
+def require_dimensions(keys: MetadataKeys, info: TensorInfo, count: int) -> None:
+    if len(info.shape) != count:
+        raise CheckpointError(
+            f"{keys.where}: {brief_name(info.name)} has shape {list(info.shape)}; it must have {count} sizes."
+            " Download the file again."
+        )
 
 
 def has_part(file: GgufFile, part: str) -> bool:

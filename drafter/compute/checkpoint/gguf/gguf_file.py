@@ -64,7 +64,7 @@ class GgufFile:
         info = self.tensors[name]
         mapped = self._headers[info.part].mapped
         flat = np.frombuffer(mapped, np.uint8, info.bytes, info.offset)
-        return flat.reshape(-1, info.row_bytes) if info.bytes else flat.reshape(0, info.row_bytes)
+        return flat.reshape(-1, info.row_bytes)
 
 
 def model_name(file_name: str) -> str:

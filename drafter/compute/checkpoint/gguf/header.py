@@ -192,6 +192,8 @@ class _HeaderReader:
         if num_dimensions > _MAX_DIMENSIONS:
             raise self._error(f"has a tensor {brief_name(name)} of {num_dimensions} dimensions")
         shape = tuple(self._number("<Q") for _ in range(num_dimensions))[::-1]
+        if 0 in shape:
+            raise self._error(f"has a tensor {brief_name(name)} without elements")
         number, offset = self._number("<I"), self._number("<Q")
         try:
             kind = GGMLQuantizationType(number)

@@ -28,9 +28,11 @@ from .architecture import (
     experts_gate_up,
     layers_with,
     nothing,
+    num_experts_of,
     num_layers_of,
     num_mtp_layers,
     one_less,
+    require_dimensions,
 )
 from .gguf_file import GgufFile
 from .header import TensorInfo
@@ -43,14 +45,14 @@ _GEMMA_LOCAL_THETA, _GEMMA_THETA = 1e4, 1e6
 
 
 def _gemma4(keys: MetadataKeys) -> Config:
-    num_layers = keys.count("block_count")
+    num_layers = num_layers_of(keys)
     slides = keys.flags("attention.sliding_window_pattern", num_layers)
     if slides is None or all(slides) or not any(slides):
         wanted = "true for layers that slide and false for others, of both kinds"
         raise keys.wrong("attention.sliding_window_pattern", slides, wanted)
     kv_heads = keys.counts("attention.head_count_kv", num_layers)
     without_v = set(range(num_layers)) - set(layers_with(keys.file, "attn_v.weight", num_layers))
-    num_experts = keys.integer("expert_count", 0)
+    num_experts = num_experts_of(keys) if keys.integer("expert_count", 0) else 0
     return {
         "num_attention_heads": keys.count("attention.head_count"),
         "num_key_value_heads": kv_heads[slides.index(True)],
@@ -119,7 +121,7 @@ def _qwen35(keys: MetadataKeys) -> Config:
 def _qwen35_moe(keys: MetadataKeys) -> Config:
     return {
         **_qwen35(keys),
-        "num_experts": keys.count("expert_count"),
+        "num_experts": num_experts_of(keys),
         "num_experts_per_tok": keys.count("expert_used_count"),
         "moe_intermediate_size": keys.count("expert_feed_forward_length"),
         "shared_expert_intermediate_size": keys.count("expert_shared_feed_forward_length"),
@@ -151,17 +153,22 @@ def _value_columns(keys: MetadataKeys, info: TensorInfo, name: str) -> Views:
     """Return a matrix with the columns of values reordered, in numbers where their order differs."""
     if keys.count("ssm.group_count") == keys.count("ssm.time_step_rank"):
         return {name: StoredRows(info)}
-    order = _published_order(keys, info.shape[1])
-    return {name: Computed(info.shape, lambda file: values(file, info.name)[:, order])}
+    require_dimensions(keys, info, 2)
+
+    def compute(file: GgufFile) -> Tensor:
+        return values(file, info.name)[:, _published_order(keys, info.shape[1])]
+
+    return {name: Computed(info.shape, compute)}
 
 
 def _computed_values(change: Callable[[Tensor], Tensor], *, is_kernel: bool = False) -> Rule:
     """Return a rule for a tensor with a row per value head, or a kernel's channels, whose form changes."""
 
     def rule(keys: MetadataKeys, info: TensorInfo, name: str) -> Views:
-        order = _published_order(keys, info.shape[0], _of_keys(keys) if is_kernel else 0)
+        require_dimensions(keys, info, 2 if is_kernel else 1)
 
         def compute(file: GgufFile) -> Tensor:
+            order = _published_order(keys, info.shape[0], _of_keys(keys) if is_kernel else 0)
             return change(values(file, info.name)[order])
 
         return {name: Computed((*info.shape[:1], 1, *info.shape[1:]) if is_kernel else info.shape, compute)}

@@ -23,7 +23,10 @@ from .architecture import (
     expert_parts,
     has_part,
     nothing,
+    num_experts_of,
     num_mtp_layers,
+    partner,
+    require_dimensions,
 )
 from .gguf_file import GgufFile
 from .header import TensorInfo
@@ -41,7 +44,7 @@ def _gpt_oss(keys: MetadataKeys) -> Config:
     return {
         **attention,
         "intermediate_size": keys.count("expert_feed_forward_length"),
-        "num_local_experts": keys.count("expert_count"),
+        "num_local_experts": num_experts_of(keys),
         "num_experts_per_tok": keys.count("expert_used_count"),
         "sliding_window": keys.count("attention.sliding_window"),
         "attention_bias": has_part(keys.file, "attn_q.bias"),
@@ -51,13 +54,15 @@ def _gpt_oss(keys: MetadataKeys) -> Config:
 
 def _gate_up(keys: MetadataKeys, info: TensorInfo, name: str) -> Views:
     """Return all experts' gate and up rows, interleaved; `name` is that of plain numbers."""
-    up = info.name.replace("ffn_gate_exps", "ffn_up_exps")
-    experts, inner, hidden = (*info.shape, 1)[:3]
+    up = partner(keys, info, "ffn_gate_exps", "ffn_up_exps").name
     if info.name.endswith(".bias"):
+        require_dimensions(keys, info, 2)
+        experts, inner = info.shape
         bias = Computed((experts, 2 * inner), lambda file: _interleaved(file, info.name, up))
         return {f"{name.removesuffix('.bias')}_bias": bias}
-    name = name.removesuffix(".weight")
-    if not _are_packed(keys, info):
+    require_dimensions(keys, info, 3)
+    name, (experts, inner, hidden) = name.removesuffix(".weight"), info.shape
+    if not _are_packed(keys):
         shape = (experts, hidden, 2 * inner)
         return {name: Computed(shape, lambda file: _interleaved(file, info.name, up).transpose(1, 2))}
     return _packed(name, (experts, 2 * inner, hidden), info.name, up)
@@ -68,15 +73,15 @@ def _down(keys: MetadataKeys, info: TensorInfo, name: str) -> Views:
         return {
             f"{name.removesuffix('.bias')}_bias": Computed(info.shape, lambda file: values(file, info.name))
         }
-    name = name.removesuffix(".weight")
-    experts, hidden, inner = info.shape
-    if not _are_packed(keys, info):
+    require_dimensions(keys, info, 3)
+    name, (experts, hidden, inner) = name.removesuffix(".weight"), info.shape
+    if not _are_packed(keys):
         shape = (experts, inner, hidden)
         return {name: Computed(shape, lambda file: values(file, info.name).transpose(1, 2))}
     return _packed(name, info.shape, info.name)
 
 
-def _are_packed(keys: MetadataKeys, info: TensorInfo) -> bool:
+def _are_packed(keys: MetadataKeys) -> bool:
     """Return whether all experts of all layers have MXFP4, in which this model is published."""
     names = tuple(f".{name}.weight" for name in _EXPERT_TENSORS)
     types = {each.type for each in keys.file.tensors.values() if each.name.endswith(names)}
@@ -117,7 +122,7 @@ def _sigmoid_experts(keys: MetadataKeys) -> Config:
     if function != ExpertGatingFuncType.SIGMOID:
         raise keys.wrong("expert_gating_func", function, "2, a sigmoid: others are not supported")
     return {
-        "n_routed_experts": keys.count("expert_count"),
+        "n_routed_experts": num_experts_of(keys),
         "num_experts_per_tok": keys.count("expert_used_count"),
         "moe_intermediate_size": keys.count("expert_feed_forward_length"),
         "n_shared_experts": keys.integer("expert_shared_count", 0),
@@ -146,7 +151,7 @@ def _minimax_m2(keys: MetadataKeys) -> Config:
     return {
         **attention,
         "intermediate_size": keys.count("expert_feed_forward_length"),
-        "num_local_experts": keys.count("expert_count"),
+        "num_local_experts": num_experts_of(keys),
         "num_experts_per_tok": keys.count("expert_used_count"),
         "rope_parameters": rope_config(keys, attention["head_dim"]),
     }
@@ -183,15 +188,15 @@ def _with_score_scale(keys: MetadataKeys, rope: Config) -> Config:
 
 def _kv_up(keys: MetadataKeys, info: TensorInfo, name: str) -> Views:
     """Return each head's rows of keys, then of values; the file has those of keys transposed."""
-    of_values = info.name.replace("attn_k_b", "attn_v_b")
+    of_values = partner(keys, info, "attn_k_b", "attn_v_b")
+    require_dimensions(keys, info, 3)
     heads, rank, size = info.shape
-    rows = heads * (size + keys.file.tensors[of_values].shape[1])
 
     def compute(file: GgufFile) -> Tensor:
         keys_HNC = values(file, info.name).transpose(1, 2)
-        return torch.cat((keys_HNC, values(file, of_values)), dim=1).flatten(0, 1)
+        return torch.cat((keys_HNC, values(file, of_values.name)), dim=1).flatten(0, 1)
 
-    return {name: Computed((rows, rank), compute)}
+    return {name: Computed((heads * (size + of_values.shape[1]), rank), compute)}
 
 
 _CORRECTION = "e_score_correction_bias"

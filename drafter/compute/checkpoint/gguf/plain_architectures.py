@@ -17,6 +17,8 @@ from .architecture import (
     attention_config,
     has_part,
     nothing,
+    num_experts_of,
+    num_layers_of,
     one_less,
     rotary_pairs,
 )
@@ -52,7 +54,7 @@ def _qwen3(keys: MetadataKeys) -> Config:
 def _qwen3_moe(keys: MetadataKeys) -> Config:
     return {
         **_qwen3(keys),
-        "num_experts": keys.count("expert_count"),
+        "num_experts": num_experts_of(keys),
         "num_experts_per_tok": keys.count("expert_used_count"),
         "moe_intermediate_size": keys.count("expert_feed_forward_length"),
         "intermediate_size": keys.count("feed_forward_length", keys.count("expert_feed_forward_length")),
@@ -63,7 +65,7 @@ def _qwen3_moe(keys: MetadataKeys) -> Config:
 
 
 def _gemma3(keys: MetadataKeys) -> Config:
-    num_layers, attention = keys.count("block_count"), attention_config(keys)
+    num_layers, attention = num_layers_of(keys), attention_config(keys)
     size, window = attention["head_dim"], keys.integer("attention.sliding_window", 0)
     is_largest = num_layers == _GEMMA_27B_LAYERS
     pattern = keys.count("attention.sliding_window_pattern", _GEMMA_PATTERN)

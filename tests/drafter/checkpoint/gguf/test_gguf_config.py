@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -14,9 +17,10 @@ from hypothesis import strategies as st
 from manta.cluster.errors import CheckpointError
 from manta.drafter.compute.checkpoint.gguf.architectures import config_of, generation_config_of
 from manta.drafter.compute.checkpoint.gguf.gguf_file import GgufFile
+from manta.drafter.compute.checkpoint.gguf.gguf_folder import GgufFolder
 
 KEYS: dict[str, Any] = {  # Any: values of metadata
-    "block_count": 3,
+    "block_count": 1,
     "context_length": 4096,
     "embedding_length": 64,
     "feed_forward_length": 96,
@@ -128,6 +132,7 @@ def test_yarn_and_linear_scaling_are_read(tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"block_count": None}, r"llama\.block_count is missing; it must be a positive integer"),
+        ({"block_count": 2**32 - 1}, r"llama\.block_count=4294967295 must be at most the number of tensors"),
         ({"block_count": "3"}, r"llama\.block_count='3' must be a positive integer"),
         ({"attention__head_count": [8, 8, 4]}, r"attention\.head_count=array.* must be a positive"),
         ({"rope__freq_base": True}, r"llama\.rope\.freq_base=True must be a number"),
@@ -136,7 +141,7 @@ def test_yarn_and_linear_scaling_are_read(tmp_path: Path) -> None:
         ({"attention__value_length": 4}, r"attention\.value_length=4 must be 8, as attention\.key_length"),
         ({"attention__causal": False}, r"attention\.causal=False must be true"),
         ({"expert_count": 8}, r"llama\.expert_count=8 must be 0 or absent: Mixtral is not supported"),
-        ({"nextn_predict_layers": 3}, r"llama\.nextn_predict_layers=3 must be less than block_count"),
+        ({"nextn_predict_layers": 1}, r"llama\.nextn_predict_layers=1 must be less than block_count"),
         ({"tokens": 15}, r"has 15 tokens in tokenizer\.ggml\.tokens, but 16 rows of token_embd\.weight"),
         ({"factors": [1.0, 2.0, 3.0]}, r"rope_freqs\.weight has 3 factors for 8 rotated dimensions"),
         ({"factors": [1.0, 2.0, 1.0, 8.0]}, r"rope_freqs\.weight holds other factors than those of Llama 3"),
@@ -152,3 +157,51 @@ def test_what_config_json_cannot_say_is_refused_by_its_key(
     with pytest.raises(CheckpointError, match=says) as caught:
         config_of(opened(tmp_path, **changes))
     assert "\n" not in caught.value.message
+
+
+@cache
+def small(architecture: str) -> bytes:
+    """A file with most of the keys that any architecture has."""
+    more = {
+        f"attention__{name}": 8 for name in ("key_length", "value_length", "key_length_swa", "kv_lora_rank")
+    }
+    more |= {
+        "expert_count": 0,
+        "expert_used_count": 1,
+        "expert_feed_forward_length": 8,
+        "leading_dense_block_count": 1,
+    }
+    more |= {
+        f"ssm__{name}": 2
+        for name in ("time_step_rank", "group_count", "state_size", "inner_size", "conv_kernel")
+    }
+    more |= {"attention__sliding_window": 4, "rope__dimension_count": 8, "expert_gating_func": 2}
+    with TemporaryDirectory() as folder:
+        return opened(Path(folder), architecture, factors=[1.0] * 4, **more).path.read_bytes()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    architecture=st.sampled_from(["llama", "gemma3", "gemma4", "deepseek2", "qwen35", "gpt-oss", "qwen3moe"]),
+    at=st.integers(0, 2**12),
+    by=st.sampled_from([0, 1, 3, 255, 2**31, 2**32 - 1]).map(lambda n: n.to_bytes(4, "little")),
+)
+def test_damaged_metadata_is_an_error_of_checkpoints_and_takes_no_time(
+    architecture: str, at: int, by: bytes
+) -> None:
+    content = small(architecture)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        path.write_bytes(content[:at] + by + content[at + len(by) :])
+        tracemalloc.start()
+        try:
+            file = GgufFile(path)
+            config_of(file)
+            generation_config_of(file)
+            GgufFolder(folder, file)
+        except CheckpointError as error:
+            assert "\n" not in error.message
+        finally:
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+    assert peak < 1_000_000

@@ -218,6 +218,10 @@ BROKEN: dict[str, tuple[bytes, str]] = {
         padded(header(num_tensors=1, tensors=tensor(offset=8))),
         "places a at 8, no multiple of 32",
     ),
+    "no elements": (
+        padded(header(num_tensors=1, tensors=tensor(shape=(HUGE, 0)))),
+        "has a tensor a without elements",
+    ),
     "5 dimensions": (
         padded(header(num_tensors=1, tensors=tensor(shape=(1, 1, 1, 1, 1)))),
         "has a tensor a of 5 dimensions",
