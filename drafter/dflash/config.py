@@ -227,7 +227,7 @@ def _read_z_lab(raw: Json, file: str, *, mask_embedding: bool) -> DrafterConfig:
         **_dspark_parts(top.heads, top.draft_vocab_size or top.vocab_size),
         **_scales(dflash),
         layout="z-lab",
-        samples_anchor=top.is_dspark,
+        samples_anchor=top.samples_anchor,
         layers=_z_lab_layers(top),
         target_layer_ids=dflash.target_layer_ids,
         block_size=block_size,

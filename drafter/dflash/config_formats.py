@@ -90,6 +90,7 @@ class ZLab(Backbone, DSparkHeads):
     is_causal: bool | None = None
     num_target_layers: Count | None = None
     draft_vocab_size: Count | None = None
+    sample_from_anchor: bool | None = None
     architectures: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -119,6 +120,8 @@ class ZLab(Backbone, DSparkHeads):
             key = "markov_rank" if heads.markov_rank else "enable_confidence_head"
             path = key if key in self.model_fields_set else f"dflash_config.{key}"
             raise ValueError(f"{path} must be absent, or architectures [{SPECFORGE!r}]")
+        if self.sample_from_anchor and not self.is_dspark:
+            raise ValueError(f"sample_from_anchor must be absent, or architectures [{SPECFORGE!r}]")
         if self.is_dspark and (nested.convolves or nested.selector_rank):
             raise ValueError("dflash_config.selector_rank must be absent, for a DSpark drafter")
         heads.check_heads()
@@ -127,6 +130,10 @@ class ZLab(Backbone, DSparkHeads):
     def is_dspark(self) -> bool:
         kinds = {DEEPSPEC, SPECFORGE}
         return self.dflash_config.projector_type == "dspark" or not kinds.isdisjoint(self.architectures)
+
+    @property
+    def samples_anchor(self) -> bool:
+        return self.is_dspark if self.sample_from_anchor is None else self.sample_from_anchor
 
     @property
     def heads(self) -> DSparkHeads:

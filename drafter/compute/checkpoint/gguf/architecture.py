@@ -41,10 +41,14 @@ def nothing(_keys: MetadataKeys, _info: TensorInfo, _name: str) -> Views:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the file: its name in the Hugging Face checkpoint, and how it becomes that tensor."""
+    """A part of the file: its name in the Hugging Face checkpoint, and how it becomes that tensor.
+
+    `stored` is the inverse of `rule`, given config.json; only drafters are written.
+    """
 
     name: str = ""
     rule: Rule = whole
+    stored: Callable[[Tensor, Config], Tensor] = lambda tensor, _: tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class Architecture:
         others: parts outside of layers, by their whole names.
         mtp: names before those of layers for multi-token prediction, which follow the others, and the parts
             that only they have; both have a place for the layer's number.
+        before_layer: what names of a layer's parts begin with, with a place for the layer's number.
     """
 
     class_name: str
@@ -66,6 +71,7 @@ class Architecture:
     layer: Mapping[str, Part]
     others: Mapping[str, Part] = field(default_factory=dict[str, Part])
     mtp: tuple[str, Mapping[str, Part]] = (LAYER, {})
+    before_layer: str = LAYER
 
 
 def rotary_pairs(heads: str) -> Rule:
@@ -78,6 +84,13 @@ def rotary_pairs(heads: str) -> Rule:
         return {name: StoredRows(info, order=_halves(keys.count(heads)))}
 
     return rule
+
+
+def paired_rows(rows: Tensor, num_heads: int) -> Tensor:
+    """Return rows of heads as `rotary_pairs` reads them."""
+    paired = torch.empty_like(rows)
+    paired[_halves(num_heads)(len(rows))] = rows
+    return paired
 
 
 def _halves(num_heads: int) -> RowOrder:

@@ -15,7 +15,8 @@ from gguf.constants import GGMLQuantizationType
 
 from .....cluster.errors import CheckpointError, brief_name
 from ..hf_config import wrong
-from .architecture import LAYER, Architecture, Config, Part, num_layers_of
+from .architecture import Architecture, Config, Part, num_layers_of
+from .drafter_architectures import ARCHITECTURES as DRAFTERS
 from .gguf_file import GgufFile
 from .hybrid_architectures import ARCHITECTURES as HYBRID
 from .metadata_keys import ARCHITECTURE, MetadataKeys
@@ -24,7 +25,7 @@ from .plain_architectures import ARCHITECTURES as PLAIN
 from .tensor_views import TensorView
 
 METHOD = "gguf"
-_ARCHITECTURES: Mapping[str, Architecture] = {**PLAIN, **MIXTURES, **HYBRID}
+_ARCHITECTURES: Mapping[str, Architecture] = {**PLAIN, **MIXTURES, **HYBRID, **DRAFTERS}
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _OTHERS: Mapping[str, Part] = {
@@ -42,11 +43,14 @@ _SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p":
 def config_of(file: GgufFile) -> Config:
     """Return the content of config.json. Raises CheckpointError for an architecture that is not supported."""
     keys, found = _definition(file)
+    model = {"architectures": [found.class_name], "model_type": found.model_type}
+    stored = {"quantization_config": {"quant_method": METHOD, "files": [str(path) for path in file.paths]}}
+    if is_drafter(file):
+        return {**model, **found.config(keys), **stored}
     if not keys.flag("attention.causal", True):
         raise keys.wrong("attention.causal", False, "true: models of embeddings are not supported")
     return {
-        "architectures": [found.class_name],
-        "model_type": found.model_type,
+        **model,
         "hidden_size": keys.count("embedding_length"),
         "num_hidden_layers": num_layers_of(keys),
         "vocab_size": _vocab_size(file),
@@ -56,8 +60,13 @@ def config_of(file: GgufFile) -> Config:
         "dtype": _dtype(file),
         **found.config(keys),
         **token_ids_of(file),
-        "quantization_config": {"quant_method": METHOD, "files": [str(path) for path in file.paths]},
+        **stored,
     }
+
+
+def is_drafter(file: GgufFile) -> bool:
+    """Return whether a file holds a drafter, of which no tokenizer is read."""
+    return file.metadata.get(ARCHITECTURE) in DRAFTERS
 
 
 def generation_config_of(file: GgufFile) -> Config:
@@ -115,7 +124,7 @@ def _part_of(name: str, found: Architecture, num_layers: int) -> Part | None:
     if matched is None:
         return found.others.get(name, _OTHERS.get(name))
     layer, named = matched["layer"], matched["part"]
-    prefix, beside = found.mtp if int(layer) >= num_layers else (LAYER, {})
+    prefix, beside = found.mtp if int(layer) >= num_layers else (found.before_layer, {})
     parts = {**{key: replace(part, name=prefix + part.name) for key, part in found.layer.items()}, **beside}
     module, _, suffix = named.rpartition(".")
     if named in parts:

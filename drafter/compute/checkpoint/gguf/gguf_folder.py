@@ -24,6 +24,7 @@ from .architectures import METHOD, views_of
 from .block_formats import FLOATS, is_read
 from .block_scheme import BlockScheme
 from .gguf_file import GgufFile
+from .tensor_views import INTEGERS
 
 _WEIGHT = ".weight"
 
@@ -45,7 +46,7 @@ class GgufFolder(TensorFolder):
         TensorHeaders.__init__(self, str(file.path))
         self.folder, self._file = Path(folder), file
         for info in file.tensors.values():
-            if not is_read(info.type):
+            if not is_read(info.type) and info.type not in INTEGERS:
                 raise CheckpointError(
                     f"{file.path} stores {brief_name(info.name)} as {info.type.name}, which is not supported."
                     " Take another quantization of this model."

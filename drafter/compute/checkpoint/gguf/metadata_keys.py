@@ -55,6 +55,13 @@ class MetadataKeys:
             raise self.wrong(key, value.tolist(), f"a list of {num_layers} integers, one per layer")
         return tuple(self._positive(key, each) for each in value.tolist())
 
+    def integers(self, key: str) -> Sequence[int]:
+        """Return a list of integers, which is not empty."""
+        value = self._value(key, REQUIRED)
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or not len(value):
+            raise self.wrong(key, value, "a list of integers")
+        return [int(each) for each in value.tolist()]
+
     def flags(self, key: str, num_layers: int) -> Sequence[bool] | None:
         """Return true or false per layer; None if the file does not state it."""
         value = self._value(key, None)

@@ -6,11 +6,12 @@ to GGUF computed, or moved within a row, is undone in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
 from .block_formats import FLOATS, values_of
@@ -18,6 +19,10 @@ from .gguf_file import GgufFile
 from .header import TensorInfo
 
 Shape = tuple[int, ...]
+INTEGERS: Mapping[GGMLQuantizationType, torch.dtype] = {
+    GGMLQuantizationType.I32: torch.int32,
+    GGMLQuantizationType.I64: torch.int64,
+}
 RowOrder = Callable[[int], Tensor]  # number of rows -> the file's row of each one
 
 
@@ -71,6 +76,12 @@ class Computed:
 
 
 TensorView = StoredRows | Computed
+
+
+def integers(file: GgufFile, name: str) -> Tensor:
+    """Return a tensor of integers in its type."""
+    info = file.tensors[name]
+    return torch.from_numpy(np.array(file.blocks(name))).view(INTEGERS[info.type]).reshape(info.shape)
 
 
 def values(file: GgufFile, name: str) -> Tensor:
