@@ -46,6 +46,7 @@ from .dashboards.cli import dashboards
 from .demo import DemoOptions, run_demo
 from .drafters.cli import drafter
 from .logs import logs
+from .models.cli import models
 
 app = typer.Typer(
     name="manta",
@@ -66,6 +67,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(dashboards, name="dashboards")
 app.add_typer(drafter, name="drafter")
 app.add_typer(logs, name="logs")
+app.add_typer(models, name="models")
 app.add_typer(simulate, name="simulate")
 RenderKind = Literal["kuberay-service", "kuberay-job", "ray-up", "dockerfile", "systemd"]
 SHUTDOWN_TIMEOUT_S = 30.0  # default for a server in a terminal
