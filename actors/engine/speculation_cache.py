@@ -125,8 +125,10 @@ def _runs(config: EngineConfig, info: ExecutorInfo) -> dict[str, str | int | Non
 def _written_s(config: EngineConfig) -> dict[str, float | None]:
     """Return the modification time of a local drafter's weights, which training changes."""
     spec = config.speculative_config
-    folder = Path("" if spec is None else spec.model or "")
-    files = folder.glob("*.safetensors") if spec is not None and spec.model is not None else ()
+    path = Path("" if spec is None else spec.model or "")
+    if path.is_file():
+        return {"written_s": path.stat().st_mtime}
+    files = path.glob("*.safetensors") if spec is not None and spec.model is not None else ()
     return {"written_s": max((file.stat().st_mtime for file in files), default=None)}
 
 

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from ...cluster.config import EngineConfig
 from ...cluster.errors import CheckpointError, ConfigError, brief, brief_name
+from ...drafter.compute.checkpoint.gguf.split_files import model_name
 from ...drafter.compute.checkpoint.hf_config import read_json
+from .gguf_files import cached_snapshot, gguf_in, gguf_on_hub, has_gguf
 
 _ROOT = Path(__file__).resolve().parents[2]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -51,19 +53,16 @@ def resolve_checkpoint(
         revision: revision on the hub; default: the newest.
         download_dir: folder for snapshots instead of the hub's cache.
     """
-    from .gguf_checkpoint import gguf_checkpoint, gguf_in, gguf_on_hub  # reads tokenizers, which read this
-
     local = Path(name).expanduser()
     for folder in (local, _ROOT / name):
         if folder.is_dir():
             _refuse_revision(name, "folder", field, revision)
-            gguf = gguf_in(folder, field)
-            return folder.resolve() if gguf is None else gguf_checkpoint(gguf, field)
+            return _folder_of(folder, field) if has_gguf(folder) else folder.resolve()
     if local.is_file():
         _refuse_revision(name, "file", field, revision)
-        return gguf_checkpoint(local, field)
+        return _folder_of(local, field)
     if (found := _HUB_GGUF.fullmatch(name)) is not None:
-        return gguf_checkpoint(
+        return _folder_of(
             gguf_on_hub(found["repo"], found["quantization"], field, revision, download_dir), field
         )
     if name.endswith(_GGUF):
@@ -77,6 +76,13 @@ def resolve_checkpoint(
             param=field,
         )
     return _download(name, field, files, revision, download_dir)
+
+
+def _folder_of(path: Path, field: str) -> Path:
+    """Return the folder that stands for a GGUF file or the one in a folder."""
+    from .gguf_checkpoint import gguf_checkpoint  # it reads tokenizers, which read this module
+
+    return gguf_checkpoint(gguf_in(path, field) if path.is_dir() else path, field)
 
 
 def _refuse_revision(name: str, what: str, field: str, revision: str | None) -> None:
@@ -95,8 +101,6 @@ def shipped(path: Path) -> Path:
 def revision_of(name: str, revision: str | None = None, download_dir: str | None = None) -> str:
     """Return the commit of a cached hub snapshot; empty for others. Does not use the network."""
     from huggingface_hub import try_to_load_from_cache
-
-    from .gguf_checkpoint import cached_snapshot
 
     if Path(name).is_dir():
         return _snapshot_of(Path(name))
@@ -219,8 +223,6 @@ def absolute_path(name: str) -> str:
 
 def served_name(model: str) -> str:
     """Return the default name of a model in the API: a GGUF file's name without its ending, or `model`."""
-    from ...drafter.compute.checkpoint.gguf.gguf_file import model_name
-
     is_file = model.endswith(_GGUF) and not _HUB_GGUF.fullmatch(model)
     return model_name(Path(model).name) if is_file else model
 

@@ -15,8 +15,7 @@ import hashlib
 import json
 import shutil
 import uuid
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,18 +23,13 @@ from typing import Any
 import orjson
 
 from ...cluster.disk_cache import cache_folder
-from ...cluster.errors import CheckpointError, brief, brief_name
+from ...cluster.errors import CheckpointError, brief
 from ...drafter.compute.checkpoint.gguf import architectures
-from ...drafter.compute.checkpoint.gguf.gguf_file import GgufFile, model_name, parts_of
-from ...drafter.compute.checkpoint.hf_config import read_json
-from ...drafter.compute.checkpoint.quantization.checkpoint_quantization import KEY
+from ...drafter.compute.checkpoint.gguf.gguf_file import GgufFile
+from ...drafter.compute.checkpoint.gguf.split_files import model_name, parts_of
 from . import gguf_pre_tokenizers, gguf_tokenizer
 from .gguf_tokenizer import GgufTokenizer
 from .tokenizer_config import DEFAULT
-
-_GGUF = ".gguf"
-_PROJECTOR = "mmproj"  # begins names of files with an encoder of images, which belongs to a model beside it
-_MAX_NAMED = 20  # files in a message
 
 
 def gguf_checkpoint(path: Path, field: str) -> Path:
@@ -53,106 +47,6 @@ def gguf_checkpoint(path: Path, field: str) -> Path:
             raise
         raise CheckpointError(f"{field}: {error.message}", param=field) from None
     return folder
-
-
-def gguf_files(folder: Path) -> tuple[Path, ...]:
-    """Return the files for which a folder stands; empty if it holds its weights itself."""
-    found = read_json(folder, param="model", required=False).get(KEY)
-    if not isinstance(found, Mapping) or found.get("quant_method") != architectures.METHOD:
-        return ()
-    return tuple(Path(str(name)) for name in found.get("files", ()))
-
-
-def gguf_in(folder: Path, field: str) -> Path | None:
-    """Return the GGUF model of a folder without other weights; None if it has none."""
-    names = sorted(path.name for path in folder.glob(f"*{_GGUF}"))
-    models = _models(names)
-    if not models or any(folder.glob("*.safetensors")):
-        return None
-    if len(models) > 1:
-        raise CheckpointError(
-            f"{field}: {folder} holds several GGUF models: {_named(models)}. Give the path of one of them.",
-            param=field,
-        )
-    return folder / next(iter(models.values()))[0]
-
-
-def gguf_on_hub(
-    repo: str, quantization: str, field: str, revision: str | None, download_dir: str | None
-) -> Path:
-    """Return a file of the hub's cache, downloaded if need be: the only one that `quantization` names."""
-    from huggingface_hub import HfApi, snapshot_download
-
-    wanted = f"{field}={brief_name(f'{repo}:{quantization}')}"
-    try:
-        try:
-            names: Iterable[str] = HfApi().list_repo_files(repo, revision=revision)
-        except (OSError, ValueError):
-            snapshot = cached_snapshot(repo, revision, download_dir)
-            if snapshot is None:
-                raise
-            names = [str(path.relative_to(snapshot)) for path in snapshot.rglob(f"*{_GGUF}")]
-        parts = chosen(names, quantization, wanted, field)
-        found = snapshot_download(repo, allow_patterns=parts, revision=revision, cache_dir=download_dir)
-    except (OSError, ValueError) as error:  # every error of the hub's client is one of these
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"{wanted}: the hub does not provide it ({reason}). Check the spelling and the connection "
-            "(HF_TOKEN for a gated model), or download the file and give its path.",
-            param=field,
-        ) from None
-    return Path(found) / parts[0]
-
-
-def cached_snapshot(repo: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """Return the folder of a snapshot in the hub's cache, without the network; None if there is none."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(repo, revision=revision, cache_dir=download_dir, local_files_only=True))
-    except (OSError, ValueError):
-        return None
-
-
-def chosen(names: Iterable[str], quantization: str, wanted: str, field: str) -> list[str]:
-    """Return the files, all parts of a split one, of the only model that `quantization` names.
-
-    It is the end of the file's name, after a separator, or all of it; letters' case does not matter. `wanted`
-    begins the message of the CheckpointError otherwise.
-    """
-    models = _models(names)
-    name = quantization.lower().removesuffix(_GGUF)
-    found = {model: parts for model, parts in models.items() if _is_named(model.lower(), name)}
-    exact = {model: parts for model, parts in found.items() if Path(model).name.lower() == name}
-    found = exact or found
-    if len(found) == 1:
-        return next(iter(found.values()))
-    if found:
-        raise CheckpointError(
-            f"{wanted} names several files: {_named(found)}. Give the name of one after the colon.",
-            param=field,
-        )
-    offers = f"It has {_named(models)}" if models else "It has no GGUF file"
-    raise CheckpointError(f"{wanted}: no file of this quantization. {offers}.", param=field)
-
-
-def _is_named(model: str, name: str) -> bool:
-    return model == name or (model.endswith(name) and model[-len(name) - 1] in "-._/")
-
-
-def _models(names: Iterable[str]) -> Mapping[str, list[str]]:
-    """Return the files of each model by its name, with folder: parts of split ones, without projectors."""
-    models: defaultdict[str, list[str]] = defaultdict(list)
-    for name in sorted(names):
-        if name.endswith(_GGUF) and not Path(name).name.startswith(_PROJECTOR):
-            models[model_name(name)].append(name)
-    return models
-
-
-def _named(models: Iterable[str]) -> str:
-    names = [brief_name(f"{Path(model).name}{_GGUF}") for model in models]
-    more = len(names) - _MAX_NAMED
-    return ", ".join([*names[:_MAX_NAMED], *([f"{more} more"] if more > 0 else [])])
 
 
 def _identity(paths: Sequence[Path]) -> str:

@@ -27,7 +27,7 @@ _NOTES = frozenset(
     pure_draft_prefix_len emb_dim gru_hidden_dim has_lm_head next_layer_regular
     parallel_draft_heads_num_layers position_embedding_type target_model_type target_text_model_type
     target_architectures
-""".split()
+""".split()  # noqa: SIM905
 )
 # Keys of transformers' configurations that do not affect a drafter's mathematics.
 _OF_TRANSFORMERS = frozenset(
@@ -44,7 +44,7 @@ _OF_TRANSFORMERS = frozenset(
     return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
     tie_encoder_decoder tie_word_embeddings tokenizer_class top_k top_p torch_dtype torchscript
     transformers_version typical_p use_bfloat16 use_cache use_sliding_window
-""".split()
+""".split()  # noqa: SIM905  (a table)
 )
 QUANTIZATION_KEYS = frozenset(["quantization_config"])  # read by `read_quantization`
 ROPE_KEYS = frozenset(  # read by `RopeConfig.read`

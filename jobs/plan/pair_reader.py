@@ -25,6 +25,7 @@ from ...actors.targets.model.mtp import MTP_DRAFTS, ChainLayersConfig, MtpConfig
 from ...actors.targets.model.tensor_parallel import Sharding
 from ...actors.targets.model.weights import open_checkpoint
 from ...actors.tokenization.checkpoint_paths import SHAPE_FILES, drafter_folder, target_folder
+from ...actors.tokenization.gguf_files import weight_files
 from ...cluster.config import EngineConfig, Quantization
 from ...cluster.errors import ConfigError, DatasetError
 from ...cluster.hardware.kernel_loops import MXFP4_BYTES
@@ -153,7 +154,7 @@ def _shape_of_drafter(
 
 
 def _has_weights(folder: Path) -> bool:
-    return any(folder.glob("*.safetensors"))
+    return bool(weight_files(folder))
 
 
 def divides(spec: ModelSpec, ranks: int) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from ...actors.http.config.settings import ServerSettings
 from ...actors.system.atomic_files import check_storage_folder
 from ...actors.tokenization.checkpoint_paths import drafter_folder, target_folder
+from ...actors.tokenization.gguf_files import gguf_files, weight_files
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
 
@@ -116,7 +117,8 @@ def describe_models(config: EngineConfig, settings: ServerSettings) -> Iterator[
 
     plan = plan_load(config)
     size = weight_bytes(plan.target_folder)
-    yield f"model {', '.join(settings.model_names(config.model))}: {plan.target_folder} ({as_size(size)})"
+    names = ", ".join(settings.model_names(config.model))
+    yield f"model {names}: {_source(plan.target_folder)} ({as_size(size)})"
     if plan.drafter_folder is None:
         spec = config.speculative_config
         yield f"no drafter: {'plain decoding' if spec is None else f'drafts by {spec.method}'}"
@@ -124,7 +126,8 @@ def describe_models(config: EngineConfig, settings: ServerSettings) -> Iterator[
         drafter_size = weight_bytes(plan.drafter_folder)
         size += drafter_size
         drafts = plan.num_speculative_tokens
-        yield f"drafter: {plan.drafter_folder} ({as_size(drafter_size)}), up to {drafts} drafts a step"
+        source = _source(plan.drafter_folder)
+        yield f"drafter: {source} ({as_size(drafter_size)}), up to {drafts} drafts a step"
     yield from plan.doubts
     kind = plan.device.type
     seconds = START_S.get(kind, START_S["cuda"]) + size / BYTES_PER_S
@@ -150,8 +153,12 @@ def example_request(url: str, config: EngineConfig, settings: ServerSettings) ->
     return f"curl {url}/v1/{path} {key}-H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
+def _source(folder: Path) -> Path:
+    return next(iter(gguf_files(folder)), folder)
+
+
 def weight_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in weight_files(folder))
 
 
 def as_size(count: float) -> str:

@@ -49,7 +49,7 @@ def node_engine(
     method: str,
     gpu: Gpu = H200,
     tp: int = 1,
-    drafting: DraftAssumptions = DraftAssumptions(),
+    drafting: DraftAssumptions = DraftAssumptions(),  # noqa: B008
 ) -> NodeEngine:
     (found,) = node_engines(PAIR, gpu, tp, (tp,), [Method.parse(method)], drafting, WORK)
     return found

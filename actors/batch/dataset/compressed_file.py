@@ -23,7 +23,7 @@ class CompressedFile(io.RawIOBase):
     def __init__(self, file: pa.NativeFile, codec: str) -> None:
         self._file = file
         self._stream = pa.CompressedInputStream(file, codec)
-        self._kept = tempfile.SpooledTemporaryFile(MEMORY_BYTES)
+        self._kept = tempfile.SpooledTemporaryFile(MEMORY_BYTES)  # noqa: SIM115 (`close` closes it)
         self._num_kept = 0
         self._at = 0
         self._has_ended = False

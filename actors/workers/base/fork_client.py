@@ -54,7 +54,7 @@ def request_worker(where: str, arguments: list[str], variables: dict[str, str]) 
     order = {
         "arguments": arguments,
         "environment": {**os.environ, **{name: os.path.expandvars(text) for name, text in variables.items()}},
-        "directory": os.getcwd(),  # pathlib takes longer to import
+        "directory": os.getcwd(),  # noqa: PTH109  # pathlib takes longer to import
         "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
     }
     content = json.dumps(order).encode()

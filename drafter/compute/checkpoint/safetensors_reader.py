@@ -125,7 +125,7 @@ class TensorFolder(TensorHeaders):
     def _read_header(self, file: Path) -> None:
         try:
             handle = safe_open(file, framework="pt")
-            for name in handle.keys():
+            for name in handle.keys():  # noqa: SIM118  (not a dict)
                 view = handle.get_slice(name)
                 self.add(name, tuple(view.get_shape()), view.get_dtype(), file.name)
         except FileNotFoundError:

@@ -16,7 +16,9 @@ from ....actors.tokenization.checkpoint_paths import (
     resolve_checkpoint,
     revision_of,
 )
+from ....actors.tokenization.gguf_files import gguf_files
 from ....cluster.errors import CheckpointError
+from ....drafter.compute.checkpoint.gguf.gguf_folder import open_gguf_folder
 from ....drafter.compute.checkpoint.hf_config import Json, read_json
 from ....drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedTensors
 from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder, TensorHeaders
@@ -80,6 +82,8 @@ def method_of(name: str) -> Literal["dflash", "eagle3"]:
 
 def read_headers(name: str, folder: Path) -> TensorHeaders:
     """Read the headers of the weights in `folder`, or on the hub if only small files were downloaded."""
+    if files := gguf_files(folder):
+        return open_gguf_folder(folder, tuple(map(str, files)))
     if any(folder.glob("*.safetensors")) or not (revision := revision_of(str(folder))):
         return TensorFolder(folder)
     return _hub_headers(name, revision)

@@ -240,7 +240,7 @@ def test_haproxys_own_errors_have_openais_form(front: HAProxyFront, replicas: li
 def open_files(pid: int) -> Iterator[str]:
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # it has just been closed
-            yield os.readlink(link)
+            yield os.readlink(link)  # noqa: PTH115
 
 
 def test_everything_listens_on_loopback_and_is_private(front: HAProxyFront, replicas: list[Replica]) -> None:

@@ -18,7 +18,7 @@ from manta.actors.tokenization.checkpoint_paths import (
     revision_of,
     served_name,
 )
-from manta.actors.tokenization.gguf_checkpoint import chosen, gguf_files
+from manta.actors.tokenization.gguf_files import chosen, gguf_files
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.errors import CheckpointError, ConfigError
 from support.checkpoints.gguf_checkpoints import publish_gguf
@@ -122,7 +122,9 @@ def test_a_folder_with_one_gguf_model_is_that_model(model: Path) -> None:
     (model.parent / "mmproj-tiny.gguf").write_bytes(b"an encoder of images")
     assert resolve(model.parent) == resolve(model)
     copied(model, model.with_name("tiny-F16.gguf"))
-    several = r"^model: .* holds several GGUF models: tiny-F16\.gguf, tiny-Q8_0\.gguf\. Give the path of one"
+    several = (
+        r"^model: .* holds several GGUF models: tiny-F16\.gguf, tiny-Q8_0\.gguf\. Give the path of one\."
+    )
     with pytest.raises(CheckpointError, match=several):
         resolve(model.parent)
     (model.parent / "model.safetensors").touch()

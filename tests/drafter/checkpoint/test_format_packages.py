@@ -44,7 +44,7 @@ def read(config: object, stored: Tensors, folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_matrices_have_the_numbers_of_the_packages(name: str, tmp_path: Path) -> None:
-    parts = [each.removeprefix(f"{name}/") for each in STORED.keys() if each.startswith(f"{name}/")]
+    parts = [each.removeprefix(f"{name}/") for each in STORED.keys() if each.startswith(f"{name}/")]  # noqa: SIM118
     tensors = {part: STORED.get_tensor(f"{name}/{part}") for part in parts}
     values = tensors.pop("values")
     assert torch.equal(read(CONFIGS[name], tensors, tmp_path), values)

@@ -317,7 +317,7 @@ def decode(target, oracle: Oracle, prompt: list[int], num_tokens: int, block: in
         k = min(block - 1, len(prompt) + num_tokens - len(tokens) - 1)
         drafts = []
         if k > 0:
-            drafts = oracle.drafts(taps[:n], tokens[n], k, lambda z, j: choose(z, n + 1 + j))
+            drafts = oracle.drafts(taps[:n], tokens[n], k, lambda z, j: choose(z, n + 1 + j))  # noqa: B023
         taps, logits = _forward(target, oracle, tokens + drafts)
         chosen = [choose(logits[n + j], n + 1 + j) for j in range(k + 1)]
         accepted = 0

@@ -6,7 +6,6 @@ are in `architectures.py`, types of tensors in `block_formats.py`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from numpy.typing import NDArray
 
 from .....cluster.errors import CheckpointError, brief_name
 from .header import Header, TensorInfo, Value, read_header
+from .split_files import parts_of
 
-_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.S)
 _NUMBER, _COUNT, _NUM_TENSORS = "split.no", "split.count", "split.tensors.count"
 _ONE_RELEASE = "Take all parts of one release."
 
@@ -65,30 +64,6 @@ class GgufFile:
         mapped = self._headers[info.part].mapped
         flat = np.frombuffer(mapped, np.uint8, info.bytes, info.offset)
         return flat.reshape(-1, info.row_bytes)
-
-
-def model_name(file_name: str) -> str:
-    """Return the name of a file without its ending and its number as a part."""
-    found = _PART.fullmatch(file_name)
-    return file_name.removesuffix(".gguf") if found is None else found["stem"]
-
-
-def parts_of(path: Path) -> tuple[Path, ...]:
-    """Return all parts of a split file in order, found by their names; `path` alone if it is no part."""
-    found = _PART.fullmatch(path.name)
-    if found is None:
-        return (path,)
-    stem, count = found["stem"], int(found["count"])
-    if not 1 <= int(found["number"]) <= count:
-        raise CheckpointError(f"{path} is named as part {int(found['number'])} of {count}.")
-    parts = tuple(path.with_name(f"{stem}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1))
-    missing = next((part for part in parts if not part.exists()), None)
-    if missing is not None:
-        raise CheckpointError(
-            f"{missing} is missing: the model is split into {count} files; download all of them into one"
-            " folder."
-        )
-    return parts
 
 
 def _check_part(path: Path, header: Header, part: int, num_parts: int) -> None:
