@@ -97,6 +97,12 @@ slow: install  ## long tests of clusters and of whole benchmarks; `make test` ru
 mutations: install  ## break the product in 62 places, one at a time; a test must fail each time (15 minutes)
 	$(BIN)/python tests/trials mutations
 
+.PHONY: real
+real: install  ## compare two published GGUF models with transformers, token by token (downloads 350 MB; half an hour)
+	$(BIN)/python -m pip install --quiet accelerate
+	for name in smollm2 gemma3-270m; do $(BIN)/manta models get $$name || exit 1; done
+	$(BIN)/python tests/trials published_models $$($(BIN)/manta models path smollm2) $$($(BIN)/manta models path gemma3-270m)
+
 .PHONY: sweep
 sweep: install  ## all methods compared with plain decoding, 1 to 64 requests (15 minutes on an idle machine)
 	$(BIN)/python tests/benchmarks sweep -o docs/benchmarks/sweep-cpu.json --svg docs/benchmarks

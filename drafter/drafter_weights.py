@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .compute.backend import Backend
-from .compute.checkpoint.quantization.quantized_tensors import QuantizedFolder
+from .compute.checkpoint.loading.quantized_tensors import QuantizedFolder
 from .compute.checkpoint.quantized_matrix import Matrix, QuantizedMatrix, cat_rows
 from .compute.checkpoint.safetensors_reader import TensorSource
 from .compute.memory.kv_cache import KVScales

@@ -294,7 +294,7 @@ def render(
 @with_flags
 def demo(options: DemoOptions) -> None:
     """Serve the shipped pair over HTTP, run a dataset, and compare with plain decoding."""
-    from ..actors.tokenization.checkpoint_paths import shipped
+    from ..actors.checkpoints.checkpoint_paths import shipped
 
     paths = {name: shipped(getattr(options, name)) for name in ("target", "drafter", "prompts")}
     run_demo(replace(options, **paths))

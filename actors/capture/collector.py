@@ -26,9 +26,9 @@ from typing import Literal, cast
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
 from ...cluster.request.caller import Tenant
+from ..checkpoints.checkpoint_paths import tokenizer_folder
 from ..engine.outputs import RequestOutput, ResumeState
 from ..http.config.settings import ServerSettings
-from ..tokenization.checkpoint_paths import tokenizer_folder
 from ..tokenization.prompts import EncodedPrompt
 from . import writer_process as writer
 from .records import CapturedRecord

@@ -18,10 +18,10 @@ from ...version import __version__
 from ..batch.dataset.storage import Storage
 from ..batch.openai.batch_service import BatchService
 from ..capture.collector import open_capture
+from ..checkpoints.checkpoint_paths import target_folder
 from ..engine.async_engine import AsyncEngine
 from ..engine.lossless_audit import LosslessAudit
 from ..observability.telemetry import MetricsMirror, RequestTelemetry
-from ..tokenization.checkpoint_paths import target_folder
 from ..tokenization.generation_config import GenerationDefaults
 from .admin.explain import explain_routes
 from .admin.operations import operation_routes

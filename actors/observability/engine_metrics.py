@@ -9,8 +9,8 @@ from ...cluster.config import EngineConfig
 from ...cluster.engine.engine_core import EngineStats
 from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ...cluster.step.executor import ExecutorInfo
+from ..checkpoints.checkpoint_paths import drafter_commit
 from ..engine.async_engine import AsyncEngine
-from ..tokenization.checkpoint_paths import drafter_commit
 from .prometheus_text import Values
 
 

@@ -11,10 +11,10 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from ...cluster.errors import RequestError
+from ..checkpoints.file_names import DEFAULT, TOOL_USE
 from .client_messages import Message, TemplateRoles, has_calls, text_of
 from .jinja_template import JinjaTemplate
 from .message_forms import ArgumentForms, ContentForms
-from .tokenizer_config import DEFAULT, TOOL_USE
 from .typescript_tools import declare, sort_keys
 
 MAX_PROMPT_CHARS = 64 * 1024 * 1024

@@ -27,8 +27,8 @@ from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, RequestError, brief
 from ...cluster.request.request import MAX_SEED, SamplingParams
 from ...cluster.step.limits import prompt_too_long
+from ..checkpoints.checkpoint_paths import tokenizer_folder
 from ..system.event_loop import LoopYielder
-from .checkpoint_paths import tokenizer_folder
 from .client_messages import Message
 from .tokenizer import Tokenizer
 from .tokenizer_config import read_chat_templates

@@ -22,29 +22,14 @@ from pydantic import Field
 
 from ...cluster.errors import CheckpointError
 from ...drafter.compute.checkpoint.hf_config import HfConfig, parse, read_json
-from .checkpoint_paths import TIKTOKEN_MODEL
+from ..checkpoints.file_names import TIKTOKEN_MODEL
+from ..checkpoints.gguf_pre_tokenizers import KIMI_PATTERN
 
 if TYPE_CHECKING:
     import tokenizers
 
 _SETTINGS = "tokenizer_config.json"
 _SORTS = "deep_sort_dict"  # function name in tokenization_kimi.py
-
-# `pat_str` of moonshotai's tokenization_kimi.py, the same from Kimi-K2-Instruct to K2.6.
-KIMI_PATTERN = "|".join(
-    (
-        r"[\p{Han}]+",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
-        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
-        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
-)
 
 
 class _AddedToken(HfConfig):

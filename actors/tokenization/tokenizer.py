@@ -26,8 +26,9 @@ import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from ...cluster.errors import CheckpointError, RequestError
+from ..checkpoints.checkpoint_paths import has_tokenizer
+from ..checkpoints.file_names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from .chat_template import ChatTemplate
-from .checkpoint_paths import TIKTOKEN_MODEL, TOKENIZER_JSON, has_tokenizer
 from .client_messages import Message, parse_arguments, without_surrogates
 from .detokenizer import IncrementalDetokenizer, TokenPieces
 from .special_tokens import SpecialTokenGuard

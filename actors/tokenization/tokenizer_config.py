@@ -14,10 +14,9 @@ from typing import Any
 
 from ...cluster.errors import CheckpointError
 from ...drafter.compute.checkpoint.hf_config import Json, read_json
-from .checkpoint_paths import TOKENIZER_JSON
+from ..checkpoints.file_names import DEFAULT, TOKENIZER_JSON
 from .tiktoken_tokenizer import tiktoken_ids
 
-DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 _SETTINGS, _OLD_SETTINGS = "tokenizer_config.json", "special_tokens_map.json"
 _TEMPLATE_FILE, _TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 

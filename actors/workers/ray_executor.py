@@ -31,8 +31,8 @@ from ...cluster.request.structured_outputs import Grammar
 from ...cluster.step.clock import MACHINE_CLOCK, EngineClock
 from ...cluster.step.executor import DrafterHealth, ExecutorInfo
 from ...cluster.step.scheduler_output import SchedulerOutput, StepResult
+from ..checkpoints.checkpoint_paths import with_absolute_paths, with_drafter
 from ..system.log_setup import in_force
-from ..tokenization.checkpoint_paths import with_absolute_paths, with_drafter
 from .base.control_messages import (
     DrafterAt,
     DrafterLoaded,

@@ -17,7 +17,7 @@ from ...cluster.errors import CheckpointError
 from ...cluster.pages.kv_cache_groups import LayerPlace
 from ..compute.backend import Backend
 from ..compute.checkpoint.hf_config import Json
-from ..compute.checkpoint.quantization.quantized_tensors import open_folder
+from ..compute.checkpoint.loading.quantized_tensors import open_folder
 from ..compute.checkpoint.safetensors_reader import TensorHeaders, TensorSource
 from ..drafter_spec import TOKEN_MAP, check_tensors
 from ..drafter_weights import read_weights

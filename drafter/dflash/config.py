@@ -15,7 +15,7 @@ from typing import Any, Literal
 from ...cluster.errors import CheckpointError
 from ..compute.backend import Feature, ModelStackSpec
 from ..compute.checkpoint.hf_config import Json, overridden, parse, read_json, wrong
-from ..compute.checkpoint.quantization.read_quantization import read_quantization
+from ..compute.checkpoint.loading.read_quantization import read_quantization
 from ..compute.layers.rope import RopeConfig
 from ..drafter_spec import DrafterShape, DraftLayer
 from .config_formats import (

@@ -14,7 +14,7 @@ import torch
 from ...cluster.pages.kv_cache_groups import LayerPlace
 from ..compute.backend import Backend
 from ..compute.checkpoint.hf_config import Json
-from ..compute.checkpoint.quantization.quantized_tensors import open_folder
+from ..compute.checkpoint.loading.quantized_tensors import open_folder
 from ..compute.checkpoint.safetensors_reader import TensorHeaders, TensorSource
 from ..dflash.target_features import TargetEmbeddings, TargetFacts
 from ..drafter_spec import TOKEN_MAP, check_tensors

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ..compute.backend import ModelStackSpec
 from ..compute.checkpoint.hf_config import Json, overridden, parse, read_json, wrong
-from ..compute.checkpoint.quantization.read_quantization import read_quantization
+from ..compute.checkpoint.loading.read_quantization import read_quantization
 from ..dflash.config import backbone_shape
 from ..dflash.target_features import TargetFacts
 from ..drafter_spec import DrafterShape, DraftLayer

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ...actors.batch.ledger.job_spec import checkpoint_identity
+from ...actors.checkpoints.checkpoint_paths import drafter_folder, target_folder
 from ...actors.engine.outputs import RequestOutput
 from ...actors.llm import LLM
 from ...actors.system.atomic_files import rounded, write_json
 from ...actors.system.wait_messages import say
-from ...actors.tokenization.checkpoint_paths import drafter_folder, target_folder
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
 from ...cluster.request.request import SamplingParams

@@ -29,8 +29,8 @@ from ...actors.batch.engine_meter import EngineMeter
 from ...actors.batch.ledger.row_writer import OutputForm, RowWriter, flush_interval_s
 from ...actors.batch.row_answerer import Result, RowAnswerer
 from ...actors.batch.row_stats import Device, EngineTotals, RowStats
+from ...actors.checkpoints.checkpoint_paths import target_folder
 from ...actors.engine.async_engine import AsyncEngine
-from ...actors.tokenization.checkpoint_paths import target_folder
 from ...actors.tokenization.generation_config import GenerationDefaults
 from ...cluster.batch.row_ranges import RowRanges, from_rows, iterate_rows
 from ...cluster.errors import MantaError, RequestError

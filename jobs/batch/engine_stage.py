@@ -25,9 +25,9 @@ from ...actors.batch.dataset.row_requests import (
     RowSchema,
 )
 from ...actors.batch.row_answerer import LOGPROBS_TYPE, Result, RowAnswerer
+from ...actors.checkpoints.checkpoint_paths import served_name, target_folder
 from ...actors.engine.async_engine import AsyncEngine
 from ...actors.http.protocol.protocol import check_extra_fields
-from ...actors.tokenization.checkpoint_paths import served_name, target_folder
 from ...actors.tokenization.generation_config import GenerationDefaults
 from ...cluster.config import EngineConfig
 from ...cluster.errors import EngineDeadError, MantaError, RequestError, did_you_mean

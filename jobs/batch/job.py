@@ -26,9 +26,9 @@ import ray
 from ...actors.batch.dataset.source import check_columns, open_source
 from ...actors.batch.dataset.storage import Storage
 from ...actors.batch.row_stats import RowStats
+from ...actors.checkpoints.checkpoint_paths import served_name
 from ...actors.engine.uniproc_executor import make_executor
 from ...actors.targets.loading.load_plan import plan_load
-from ...actors.tokenization.checkpoint_paths import served_name
 from ...cluster.batch.row_ranges import count, difference, union
 from ...cluster.config import EngineConfig
 from ...cluster.errors import DatasetError, OutputError, brief_url

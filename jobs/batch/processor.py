@@ -29,7 +29,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...actors.batch.dataset.row_requests import RowSchema
-from ...actors.tokenization.checkpoint_paths import with_absolute_paths
+from ...actors.checkpoints.checkpoint_paths import with_absolute_paths
 from ...actors.workers.base.ray_resources import may_grow, nodes
 from ...actors.workers.local_ray import start_ray
 from ...cluster.config import EngineConfig

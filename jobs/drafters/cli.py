@@ -175,7 +175,7 @@ def train(options: TrainOptions) -> None:
 @with_flags
 def deploy(options: DeployOptions) -> None:
     """Replace the drafter of a running application. Running requests continue with the same tokens."""
-    from ...actors.tokenization.checkpoint_paths import absolute_path
+    from ...actors.checkpoints.checkpoint_paths import absolute_path
     from .deploy import deploy_drafter
 
     deploy_drafter(options.app, options.deployment, absolute_path(options.drafter))

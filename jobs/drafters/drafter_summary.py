@@ -10,7 +10,7 @@ from typing import Any
 
 from ...cluster.errors import CheckpointError
 from ...drafter.card import min_card_length
-from ...drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedTensors
+from ...drafter.compute.checkpoint.loading.quantized_tensors import QuantizedTensors
 from ...drafter.compute.checkpoint.safetensors_reader import TensorHeaders
 from ...drafter.dflash.config import DrafterConfig
 from ...drafter.eagle3.config import DEFAULT_DRAFTS

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
+from ...actors.checkpoints.checkpoint_paths import absolute_path
 from ...actors.http.config.settings_mapping import split_settings
-from ...actors.tokenization.checkpoint_paths import absolute_path
 from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...cluster.hardware.gpu_specs import GIB, Gpu, find_gpu
 from ...cluster.hardware.memory_plan import GPU_MEMORY_UTILIZATION, MAX_ROWS

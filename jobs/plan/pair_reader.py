@@ -14,6 +14,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ...actors.checkpoints.checkpoint_paths import SHAPE_FILES, drafter_folder, target_folder
+from ...actors.checkpoints.gguf_files import weight_files
 from ...actors.targets.families import read_assistant, read_model
 from ...actors.targets.loading.load_plan import read_mtp, refuse_quantizing_twice
 from ...actors.targets.loading.model_limits import find_max_model_len
@@ -24,8 +26,6 @@ from ...actors.targets.model.model_spec import DeltaNet, LayerSpec, ModelSpec
 from ...actors.targets.model.mtp import MTP_DRAFTS, ChainLayersConfig, MtpConfig
 from ...actors.targets.model.tensor_parallel import Sharding
 from ...actors.targets.model.weights import open_checkpoint
-from ...actors.tokenization.checkpoint_paths import SHAPE_FILES, drafter_folder, target_folder
-from ...actors.tokenization.gguf_files import weight_files
 from ...cluster.config import EngineConfig, Quantization
 from ...cluster.errors import ConfigError, DatasetError
 from ...cluster.hardware.kernel_loops import MXFP4_BYTES

@@ -13,10 +13,10 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...actors.checkpoints.checkpoint_paths import drafter_folder, target_folder
+from ...actors.checkpoints.gguf_files import gguf_files, weight_files
 from ...actors.http.config.settings import ServerSettings
 from ...actors.system.atomic_files import check_storage_folder
-from ...actors.tokenization.checkpoint_paths import drafter_folder, target_folder
-from ...actors.tokenization.gguf_files import gguf_files, weight_files
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
 

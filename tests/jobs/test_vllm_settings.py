@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from manta.actors.checkpoints.checkpoint_paths import target_folder, with_drafter
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.config.settings_mapping import split_settings
-from manta.actors.tokenization.checkpoint_paths import target_folder, with_drafter
 from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import ConfigError
@@ -247,7 +247,7 @@ def test_wrong_sampling_defaults_are_refused_before_anything_starts(settings: di
 
 SNAPSHOT = """
 import sys
-from manta.actors.tokenization.checkpoint_paths import drafter_folder, drafter_commit, target_folder
+from manta.actors.checkpoints.checkpoint_paths import drafter_folder, drafter_commit, target_folder
 from manta.cluster.config import EngineConfig
 config = EngineConfig.from_dict({
     "model": "me/small", "revision": "v2", "download_dir": sys.argv[1],

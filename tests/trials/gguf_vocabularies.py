@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from manta.actors.tokenization.gguf_tokenizer import GgufTokenizer
+from manta.actors.checkpoints.gguf_tokenizer import GgufTokenizer
 from manta.cluster.errors import CheckpointError
 from manta.drafter.compute.checkpoint.gguf.gguf_file import GgufFile
 from support.checkpoints.gguf_vocabulary import write_vocabulary

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import transformers
 from manta import LLM, SamplingParams
-from manta.actors.tokenization.checkpoint_paths import resolve_checkpoint
+from manta.actors.checkpoints.checkpoint_paths import resolve_checkpoint
 from manta.actors.tokenization.tokenizer import Tokenizer
 from support.checkpoints.tiny import changed, make_tiny_drafter
 from support.paths import ROOT
@@ -124,7 +124,7 @@ class Model:
             for name, spec in {"none": None, **DRAFTS}.items():
                 if spec is not None and spec["method"] == "dflash":
                     spec = {**spec, "model": str(drafter), "adaptive": False}
-                llm = LLM(str(self.file), dtype=dtype, max_model_len=1024, speculative_config=spec)
+                llm = LLM(str(self.file), dtype=dtype, max_model_len=512, speculative_config=spec)
                 found = [tuple(o.outputs[0].token_ids) for o in llm.generate(inputs, params * len(prompts))]
                 del llm
                 gc.collect()
@@ -192,7 +192,7 @@ def main() -> int:
         model.compare_with_transformers(prompts)
         with tempfile.TemporaryDirectory() as folder:
             drafter = random_drafter(model.file, Path(folder))
-            model.compare_drafts([p for p in prompts if len(p) < 512][: 2 if options.short else 6], drafter)
+            model.compare_drafts([p for p in prompts if len(p) < 400][: 2 if options.short else 6], drafter)
         num_windows = 4 if options.short else 40
         perplexity, text = model.perplexity(num_windows)
         theirs = ""

@@ -18,8 +18,8 @@ from ....cluster.batch.row_ranges import RowRanges
 from ....cluster.config import EngineConfig
 from ....cluster.errors import ConfigError
 from ....drafter.compute.checkpoint.gguf.gguf_file import GgufFile
-from ...tokenization.checkpoint_paths import target_folder, tokenizer_folder
-from ...tokenization.gguf_files import gguf_files
+from ...checkpoints.checkpoint_paths import target_folder, tokenizer_folder
+from ...checkpoints.gguf_files import gguf_files
 from .output_index import OutputIndex
 from .output_parts import Json, OutputForm
 

@@ -14,8 +14,8 @@ from ....cluster.errors import ConfigError, brief, brief_url
 from ....cluster.flag import NO_FLAG, Flag, FolderPath, Size
 from ....cluster.fleet.autoscaling import ScalingRules
 from ....cluster.metrics.metric import ANY, is_label
+from ...checkpoints.checkpoint_paths import served_name
 from ...system.log_setup import LogFormat
-from ...tokenization.checkpoint_paths import served_name
 from ...tokenization.generation_config import GenerationDefaults
 
 UnknownParams = Literal["ignore", "warn", "reject"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ....drafter.compute.checkpoint.hf_config import Json, overridden, read_json, text_config, wrong
-from ....drafter.compute.checkpoint.quantization.read_quantization import read_quantization
+from ....drafter.compute.checkpoint.loading.read_quantization import read_quantization
 from ..model.model_spec import ModelSpec
 from . import (
     deepseek_v3,

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.checkpoint.dummy_weights import RandomTensors
-from ....drafter.compute.checkpoint.quantization.quantized_tensors import open_folder
+from ....drafter.compute.checkpoint.loading.quantized_tensors import open_folder
 from ....drafter.compute.checkpoint.quantized_matrix import Code
 from ....drafter.compute.checkpoint.safetensors_reader import TensorSource
 from ....drafter.dflash.checkpoint import drafter_shapes, make_drafter

@@ -15,7 +15,7 @@ import torch
 from ....cluster.errors import ConfigError
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.eagle3.config import Eagle3Config
-from ...tokenization.checkpoint_paths import drafter_folder, with_drafter
+from ...checkpoints.checkpoint_paths import drafter_folder, with_drafter
 from ..model.tensor_parallel import Communicator
 from ..runners.runner_interface import Drafter, Runner
 from .checkpoint_models import Checkpoints

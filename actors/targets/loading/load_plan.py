@@ -17,14 +17,14 @@ from ....cluster.errors import CheckpointError, ConfigError
 from ....cluster.pages.kv_cache_groups import KVCacheLayout, plan_kv_cache
 from ....cluster.speculation.draft_tree import TreeSizes
 from ....drafter.compute.backend import DeviceCapabilities, ModelStackSpec
-from ....drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedFolder, open_folder
+from ....drafter.compute.checkpoint.loading.quantized_tensors import QuantizedFolder, open_folder
 from ....drafter.dflash.checkpoint import check_drafter
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.target_features import TargetFacts
 from ....drafter.drafter_weights import unused_drafter_scales
 from ....drafter.eagle3.checkpoint import check_eagle3
 from ....drafter.eagle3.config import Eagle3Config
-from ...tokenization.checkpoint_paths import drafter_folder, target_folder, tokenizer_folder
+from ...checkpoints.checkpoint_paths import drafter_folder, target_folder, tokenizer_folder
 from ...tokenization.tokenizer_config import TokenIds
 from ..families import end_tokens_file, read_assistant, read_model
 from ..model.assistant import AssistantConfig

@@ -15,8 +15,8 @@ from ....drafter.compute.checkpoint.quantized_matrix import CODES, ON_GPUS, Code
 from ....drafter.compute.eager.backend import EagerBackend
 from ....drafter.compute.memory.peer_buffers import FusedSum
 from ....drafter.step.sampling.step_ops import DEFINITION, StepOperators
+from ...checkpoints.checkpoint_paths import has_tokenizer, tokenizer_folder
 from ...system.host_resources import owned_cores
-from ...tokenization.checkpoint_paths import has_tokenizer, tokenizer_folder
 from ..model.tensor_parallel import Communicator
 from .backend_selection import can_pack, quantizes_to_integers, take_cpu, why_not
 from .load_plan import LoadPlan

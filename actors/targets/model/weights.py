@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....cluster.errors import CheckpointError
 from ....drafter.compute.checkpoint.dummy_weights import RandomTensors
-from ....drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedFolder, open_folder
+from ....drafter.compute.checkpoint.loading.quantized_tensors import QuantizedFolder, open_folder
 from ....drafter.compute.checkpoint.quantized_matrix import Code, JoinedRows, Matrix, join_rows
 from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder, TensorSource
 from ....drafter.compute.memory.kv_cache import UNSCALED, KVScales

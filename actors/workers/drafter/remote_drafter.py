@@ -30,7 +30,7 @@ from torch import Tensor
 from ....cluster.step.executor import ExecutorInfo
 from ....cluster.step.scheduler_output import DrafterUse, IntArray, SchedulerOutput, StepResult
 from ....drafter.compute.backend import Backend
-from ....drafter.compute.checkpoint.quantization.quantized_tensors import open_folder
+from ....drafter.compute.checkpoint.loading.quantized_tensors import open_folder
 from ....drafter.dflash.checkpoint import named_as_ours
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.model import ContextFeatures

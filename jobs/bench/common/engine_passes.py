@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from ....actors.batch.dataset.row_requests import RowSchema, category_of, parse_line, row_id, row_seed
 from ....actors.batch.dataset.source import open_source
+from ....actors.checkpoints.checkpoint_paths import shipped
 from ....actors.engine.outputs import RequestOutput
 from ....actors.llm import LLM
 from ....actors.system.atomic_files import write_json
 from ....actors.system.wait_messages import counting, say
-from ....actors.tokenization.checkpoint_paths import shipped
 from ....actors.tokenization.prompts import Chat, encode_prompt
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.config import EngineConfig

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal, TypeGuard, TypeVar
 
-from ....actors.tokenization.checkpoint_paths import (
+from ....actors.checkpoints.checkpoint_paths import (
     SHAPE_FILES,
     TIKTOKEN_MODEL,
     TOKENIZER_CODE,
     resolve_checkpoint,
     revision_of,
 )
-from ....actors.tokenization.gguf_files import gguf_files
+from ....actors.checkpoints.gguf_files import gguf_files
 from ....cluster.errors import CheckpointError
 from ....drafter.compute.checkpoint.gguf.gguf_folder import open_gguf_folder
 from ....drafter.compute.checkpoint.hf_config import Json, read_json
-from ....drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedTensors
+from ....drafter.compute.checkpoint.loading.quantized_tensors import QuantizedTensors
 from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder, TensorHeaders
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.eagle3.config import Eagle3Config

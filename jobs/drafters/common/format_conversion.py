@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
+from ....actors.checkpoints.checkpoint_paths import resolve_checkpoint
 from ....actors.targets.families import read_model
 from ....actors.targets.model.model_spec import ModelSpec
-from ....actors.tokenization.checkpoint_paths import resolve_checkpoint
 from ....cluster.errors import CheckpointError, ConfigError
 from ....drafter.compute.checkpoint.hf_config import Json, read_json
 from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder

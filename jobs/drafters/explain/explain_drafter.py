@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from ....actors.chat.chat_model import ChatModel
+from ....actors.checkpoints.checkpoint_paths import has_tokenizer, resolve_checkpoint
 from ....actors.system.wait_messages import say
 from ....actors.targets.families import read_model
-from ....actors.tokenization.checkpoint_paths import has_tokenizer, resolve_checkpoint
 from ....actors.tokenization.generation_config import GenerationDefaults
 from ....actors.tokenization.prompts import Chat
 from ....actors.tokenization.tokenizer import Tokenizer

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from ....actors.checkpoints.checkpoint_paths import resolve_checkpoint
 from ....actors.system.atomic_files import write_json
-from ....actors.tokenization.checkpoint_paths import resolve_checkpoint
 from ....actors.tokenization.tokenizer import Tokenizer
 from ...bench.common.engine_passes import PromptRow, say
 from ...bench.common.request_source import RequestSource

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from ....actors.tokenization.checkpoint_paths import absolute_path, has_tokenizer, resolve_checkpoint
+from ....actors.checkpoints.checkpoint_paths import absolute_path, has_tokenizer, resolve_checkpoint
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import ConfigError
 from ...common.ray_session import join_or_start_ray

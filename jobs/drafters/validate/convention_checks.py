@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ....actors.checkpoints.checkpoint_paths import has_tokenizer
 from ....actors.targets.model.model_spec import ModelSpec
-from ....actors.tokenization.checkpoint_paths import has_tokenizer
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import CheckpointError
 from ....drafter.dflash.config import DrafterConfig

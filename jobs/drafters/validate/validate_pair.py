@@ -13,9 +13,9 @@ from typing import Literal
 from rich.console import Console
 from rich.markup import escape
 
+from ....actors.checkpoints.checkpoint_paths import resolve_checkpoint
 from ....actors.targets.families import read_model
 from ....actors.targets.model.model_spec import ModelSpec
-from ....actors.tokenization.checkpoint_paths import resolve_checkpoint
 from ....cluster.errors import CheckpointError
 from ....drafter.dflash.checkpoint import stored_shapes
 from ....drafter.dflash.config import DrafterConfig

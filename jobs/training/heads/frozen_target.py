@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from ....actors.checkpoints.checkpoint_paths import resolve_checkpoint
 from ....actors.targets.families import read_model
 from ....actors.targets.loading.load_plan import plan_load
 from ....actors.targets.loading.operator_factory import make_backend
 from ....actors.targets.loading.rank_loader import Checkpoints
 from ....actors.targets.model.decoder import Decoder
 from ....actors.targets.model.tensor_parallel import Sharding, SingleRank
-from ....actors.tokenization.checkpoint_paths import resolve_checkpoint
 from ....cluster.config import EngineConfig
 from ....cluster.pages.kv_cache_groups import pages_for
 from ....drafter.compute.backend import PlacedRows

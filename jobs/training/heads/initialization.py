@@ -18,7 +18,7 @@ from ....actors.targets.model.model_spec import GatedMLP, ModelSpec, TargetAtten
 from ....actors.targets.model.weights import TargetWeights
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import ConfigError
-from ....drafter.compute.checkpoint.quantization.quantized_tensors import open_folder
+from ....drafter.compute.checkpoint.loading.quantized_tensors import open_folder
 from ....drafter.compute.checkpoint.quantized_matrix import plain
 from ....drafter.compute.layers.rope import RopeConfig
 from ....drafter.dflash.checkpoint import drafter_shapes, named_as_ours

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ....actors.checkpoints.checkpoint_paths import has_tokenizer, resolve_checkpoint
 from ....actors.targets.families import read_model
 from ....actors.targets.model.model_spec import ModelSpec
-from ....actors.tokenization.checkpoint_paths import has_tokenizer, resolve_checkpoint
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....drafter.compute.checkpoint.hf_config import read_json
 from ....drafter.dflash.checkpoint import check_drafter

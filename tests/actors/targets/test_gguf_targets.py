@@ -24,8 +24,8 @@ from manta.cluster.errors import CheckpointError
 from manta.drafter.compute.checkpoint.gguf.architectures import config_of
 from manta.drafter.compute.checkpoint.gguf.gguf_file import GgufFile
 from manta.drafter.compute.checkpoint.gguf.gguf_folder import GgufFolder
+from manta.drafter.compute.checkpoint.loading.quantized_tensors import QuantizedFolder
 from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
-from manta.drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedFolder
 from safetensors.torch import load_file
 from support.checkpoints.families import DEEPSEEK_YARN
 from support.checkpoints.gguf_checkpoints import GGUF_FAMILIES, MIXED, publish_gguf, show

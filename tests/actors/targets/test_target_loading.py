@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from manta.actors.checkpoints.checkpoint_paths import resolve_checkpoint
 from manta.actors.targets.loading import backend_selection as backends
 from manta.actors.targets.loading import cpu_autotune
 from manta.actors.targets.loading import memory_budget as memory
@@ -18,7 +19,6 @@ from manta.actors.targets.loading.rank_loader import load_runner, plan_load
 from manta.actors.targets.model.weights import TargetWeights
 from manta.actors.targets.runners.cpu_runner import CpuModelRunner
 from manta.actors.targets.runners.runner_interface import Runner
-from manta.actors.tokenization.checkpoint_paths import resolve_checkpoint
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.scheduler_output import SchedulerOutput

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from manta import LLM, SamplingParams
 from manta.actors.batch.ledger.job_spec import checkpoint_identity
-from manta.actors.http.config.settings import ServerSettings
-from manta.actors.tokenization.checkpoint_paths import (
+from manta.actors.checkpoints.checkpoint_paths import (
     absolute_path,
     resolve_checkpoint,
     revision_of,
     served_name,
 )
-from manta.actors.tokenization.gguf_files import chosen, gguf_files
+from manta.actors.checkpoints.gguf_files import chosen, gguf_files
+from manta.actors.http.config.settings import ServerSettings
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.errors import CheckpointError, ConfigError
 from support.checkpoints.gguf_checkpoints import publish_gguf
@@ -88,7 +88,7 @@ def test_the_folder_is_written_once_and_names_the_file(model: Path, cache: Path)
 
 def test_processes_that_resolve_at_the_same_time_share_one_folder(model: Path, cache: Path) -> None:
     code = (
-        "from manta.actors.tokenization.checkpoint_paths import resolve_checkpoint as resolve\n"
+        "from manta.actors.checkpoints.checkpoint_paths import resolve_checkpoint as resolve\n"
         f"print(resolve({str(model)!r}, field='model'))"
     )
     run = [sys.executable, "-c", code]

@@ -17,8 +17,8 @@ import tokenizers
 from gguf import GGUFWriter, TokenType
 from hypothesis import example, given
 from hypothesis import strategies as st
-from manta.actors.tokenization.gguf_pre_tokenizers import PRE_TOKENIZERS
-from manta.actors.tokenization.gguf_tokenizer import GgufTokenizer
+from manta.actors.checkpoints.gguf_pre_tokenizers import PRE_TOKENIZERS
+from manta.actors.checkpoints.gguf_tokenizer import GgufTokenizer
 from manta.cluster.errors import CheckpointError
 from manta.drafter.compute.checkpoint.gguf.gguf_file import GgufFile
 from support.checkpoints.gguf_vocabulary import SPACE, write_keys, write_vocabulary

@@ -22,8 +22,8 @@ from huggingface_hub.utils import filter_repo_objects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta import LLM, SamplingParams, StructuredOutputsParams
+from manta.actors.checkpoints.checkpoint_paths import _HUB_FILES
 from manta.actors.targets.loading.load_plan import plan_load
-from manta.actors.tokenization.checkpoint_paths import _HUB_FILES
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError

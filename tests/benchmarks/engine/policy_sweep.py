@@ -15,8 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from manta.actors.checkpoints.checkpoint_paths import drafter_folder
 from manta.actors.system.atomic_files import write_json
-from manta.actors.tokenization.checkpoint_paths import drafter_folder
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.common.engine_passes import Figures

@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 
 from manta.actors.batch.dataset.row_requests import row_seed
+from manta.actors.checkpoints.checkpoint_paths import with_absolute_paths
 from manta.actors.system.atomic_files import rounded
-from manta.actors.tokenization.checkpoint_paths import with_absolute_paths
 from manta.actors.tokenization.prompts import load_tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, MantaError

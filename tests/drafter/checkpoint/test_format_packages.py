@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from manta.drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedFolder
-from manta.drafter.compute.checkpoint.quantization.read_quantization import read_quantization
+from manta.drafter.compute.checkpoint.loading.quantized_tensors import QuantizedFolder
+from manta.drafter.compute.checkpoint.loading.read_quantization import read_quantization
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support.oracles.quantized_checkpoints import FORMATS

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from manta.cluster.errors import CheckpointError
+from manta.drafter.compute.checkpoint.loading.quantized_tensors import QuantizedFolder
+from manta.drafter.compute.checkpoint.loading.read_quantization import read_quantization
 from manta.drafter.compute.checkpoint.quantization.awq import in_order
 from manta.drafter.compute.checkpoint.quantization.bit_packing import unpack
 from manta.drafter.compute.checkpoint.quantization.checkpoint_quantization import CheckpointQuantization
-from manta.drafter.compute.checkpoint.quantization.quantized_tensors import QuantizedFolder
-from manta.drafter.compute.checkpoint.quantization.read_quantization import read_quantization
 from safetensors.torch import load_file, save_file
 from support.oracles.quantized_checkpoints import AUTO_ROUND, AWQ_CONFIG, FORMATS, GPTQ_CONFIG, KINDS, decode
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from manta.cluster.errors import CheckpointError, ConfigError
-from manta.drafter.compute.checkpoint.quantization.quantized_tensors import open_folder
+from manta.drafter.compute.checkpoint.loading.quantized_tensors import open_folder
 from manta.drafter.dflash.checkpoint import check_drafter
 from manta.drafter.dflash.config import DrafterConfig
 from manta.drafter.dflash.target_features import TargetFacts

@@ -136,7 +136,9 @@ class LiveServer:
         await self.engine.start()
         try:
             app = create_app(self.engine, self._settings, max_requests=self._max_requests)
-            self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
+            self._server = uvicorn.Server(
+                uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5, timeout_keep_alive=300)
+            )
             self._ready.set()
             await self._server.serve(sockets=[self._socket])
         finally:

@@ -19,7 +19,7 @@ from .....cluster.errors import CheckpointError, brief_name
 from .gguf_file import GgufFile
 from .header import TensorInfo
 from .metadata_keys import MetadataKeys
-from .tensor_views import Computed, RowOrder, StoredRows, TensorView, values
+from .tensor_views import ComputedTensor, RowOrder, StoredRows, TensorView, values
 
 Config = dict[str, Any]  # Any: JSON values
 Views = Mapping[str, TensorView]
@@ -102,12 +102,12 @@ def _halves(num_heads: int) -> RowOrder:
 
 def one_less(_: MetadataKeys, info: TensorInfo, name: str) -> Views:
     """Return the w of a norm that multiplies by 1 + w."""
-    return {name: Computed(info.shape, lambda file: values(file, info.name) - 1)}
+    return {name: ComputedTensor(info.shape, lambda file: values(file, info.name) - 1)}
 
 
 def as_row(_: MetadataKeys, info: TensorInfo, name: str) -> Views:
     """Return a vector as a matrix of one row."""
-    return {name: Computed((1, prod(info.shape)), lambda file: values(file, info.name).view(1, -1))}
+    return {name: ComputedTensor((1, prod(info.shape)), lambda file: values(file, info.name).view(1, -1))}
 
 
 def experts(keys: MetadataKeys, info: TensorInfo, name: str) -> Views:

@@ -38,7 +38,7 @@ from .gguf_file import GgufFile
 from .header import TensorInfo
 from .metadata_keys import MetadataKeys
 from .rope_keys import rope_config
-from .tensor_views import Computed, StoredRows, values
+from .tensor_views import ComputedTensor, StoredRows, values
 
 _UNROTATED = 1e20  # factors of frequencies above it are of dimensions that are not rotated
 _GEMMA_LOCAL_THETA, _GEMMA_THETA = 1e4, 1e6
@@ -158,7 +158,7 @@ def _value_columns(keys: MetadataKeys, info: TensorInfo, name: str) -> Views:
     def compute(file: GgufFile) -> Tensor:
         return values(file, info.name)[:, _published_order(keys, info.shape[1])]
 
-    return {name: Computed(info.shape, compute)}
+    return {name: ComputedTensor(info.shape, compute)}
 
 
 def _computed_values(change: Callable[[Tensor], Tensor], *, is_kernel: bool = False) -> Rule:
@@ -171,7 +171,9 @@ def _computed_values(change: Callable[[Tensor], Tensor], *, is_kernel: bool = Fa
             order = _published_order(keys, info.shape[0], _of_keys(keys) if is_kernel else 0)
             return change(values(file, info.name)[order])
 
-        return {name: Computed((*info.shape[:1], 1, *info.shape[1:]) if is_kernel else info.shape, compute)}
+        return {
+            name: ComputedTensor((*info.shape[:1], 1, *info.shape[1:]) if is_kernel else info.shape, compute)
+        }
 
     return rule
 

@@ -32,7 +32,7 @@ from .gguf_file import GgufFile
 from .header import TensorInfo
 from .metadata_keys import MetadataKeys
 from .rope_keys import rope_config
-from .tensor_views import Computed, values
+from .tensor_views import ComputedTensor, values
 
 _BLOCK_BYTES = 17  # of MXFP4: an exponent and 32 codes
 _EXPERT_TENSORS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
@@ -58,26 +58,28 @@ def _gate_up(keys: MetadataKeys, info: TensorInfo, name: str) -> Views:
     if info.name.endswith(".bias"):
         require_dimensions(keys, info, 2)
         experts, inner = info.shape
-        bias = Computed((experts, 2 * inner), lambda file: _interleaved(file, info.name, up))
+        bias = ComputedTensor((experts, 2 * inner), lambda file: _interleaved(file, info.name, up))
         return {f"{name.removesuffix('.bias')}_bias": bias}
     require_dimensions(keys, info, 3)
     name, (experts, inner, hidden) = name.removesuffix(".weight"), info.shape
     if not _are_packed(keys):
         shape = (experts, hidden, 2 * inner)
-        return {name: Computed(shape, lambda file: _interleaved(file, info.name, up).transpose(1, 2))}
+        return {name: ComputedTensor(shape, lambda file: _interleaved(file, info.name, up).transpose(1, 2))}
     return _packed(name, (experts, 2 * inner, hidden), info.name, up)
 
 
 def _down(keys: MetadataKeys, info: TensorInfo, name: str) -> Views:
     if info.name.endswith(".bias"):
         return {
-            f"{name.removesuffix('.bias')}_bias": Computed(info.shape, lambda file: values(file, info.name))
+            f"{name.removesuffix('.bias')}_bias": ComputedTensor(
+                info.shape, lambda file: values(file, info.name)
+            )
         }
     require_dimensions(keys, info, 3)
     name, (experts, hidden, inner) = name.removesuffix(".weight"), info.shape
     if not _are_packed(keys):
         shape = (experts, inner, hidden)
-        return {name: Computed(shape, lambda file: values(file, info.name).transpose(1, 2))}
+        return {name: ComputedTensor(shape, lambda file: values(file, info.name).transpose(1, 2))}
     return _packed(name, info.shape, info.name)
 
 
@@ -92,8 +94,10 @@ def _packed(name: str, shape: tuple[int, ...], *stored: str) -> Views:
     experts, rows, inputs = shape
     blocks = (experts, rows, inputs // 32)
     return {
-        f"{name}_blocks": Computed((*blocks, 16), lambda file: _pairs(_blocks(file, *stored)[..., 1:]), "U8"),
-        f"{name}_scales": Computed(blocks, lambda file: _blocks(file, *stored)[..., 0], "U8"),
+        f"{name}_blocks": ComputedTensor(
+            (*blocks, 16), lambda file: _pairs(_blocks(file, *stored)[..., 1:]), "U8"
+        ),
+        f"{name}_scales": ComputedTensor(blocks, lambda file: _blocks(file, *stored)[..., 0], "U8"),
     }
 
 
@@ -196,7 +200,7 @@ def _kv_up(keys: MetadataKeys, info: TensorInfo, name: str) -> Views:
         keys_HNC = values(file, info.name).transpose(1, 2)
         return torch.cat((keys_HNC, values(file, of_values.name)), dim=1).flatten(0, 1)
 
-    return {name: Computed((heads * (size + of_values.shape[1]), rank), compute)}
+    return {name: ComputedTensor((heads * (size + of_values.shape[1]), rank), compute)}
 
 
 _CORRECTION = "e_score_correction_bias"

@@ -64,7 +64,7 @@ class StoredRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputedTensor:
     """A tensor that is computed from others of the file; a part of it takes the work of all."""
 
     shape: Shape
@@ -75,7 +75,7 @@ class Computed:
         return self.compute(file)[ranges].contiguous()
 
 
-TensorView = StoredRows | Computed
+TensorView = StoredRows | ComputedTensor
 
 
 def integers(file: GgufFile, name: str) -> Tensor:

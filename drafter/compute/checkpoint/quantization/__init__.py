@@ -1,1 +1,1 @@
-"""Readers of quantized checkpoints, one module per format. Start with `quantized_tensors.py`."""
+"""Readers of quantized checkpoints, one module per format. Start with `scheme.py`."""

@@ -8,13 +8,13 @@ from pathlib import Path
 from .....cluster.errors import CheckpointError
 from ..gguf.gguf_folder import read_gguf
 from ..hf_config import Json, read_json, wrong
-from .auto_round import read_auto_round
-from .awq import read_awq
-from .checkpoint_quantization import KEY, CheckpointQuantization
-from .compressed_tensors import read_compressed_tensors
-from .eight_bit import read_fp8
-from .gptq import read_gptq
-from .modelopt import HF_QUANT_CONFIG, read_modelopt
+from ..quantization.auto_round import read_auto_round
+from ..quantization.awq import read_awq
+from ..quantization.checkpoint_quantization import KEY, CheckpointQuantization
+from ..quantization.compressed_tensors import read_compressed_tensors
+from ..quantization.eight_bit import read_fp8
+from ..quantization.gptq import read_gptq
+from ..quantization.modelopt import HF_QUANT_CONFIG, read_modelopt
 
 
 def _read_mxfp4(_: Json, file: str) -> CheckpointQuantization:

@@ -16,6 +16,7 @@ from ...cluster.config import EngineConfig
 from ...cluster.errors import CheckpointError, ConfigError, brief, brief_name
 from ...drafter.compute.checkpoint.gguf.split_files import model_name
 from ...drafter.compute.checkpoint.hf_config import read_json
+from .file_names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from .gguf_files import cached_snapshot, gguf_in, gguf_on_hub, has_gguf
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +30,6 @@ SHAPE_FILES = (
     "README.md",
     "mask_embedding.pt",
 )
-TOKENIZER_JSON, TIKTOKEN_MODEL = "tokenizer.json", "tiktoken.model"
 TOKENIZER_CODE = "tokenization_*.py"  # parsed for a pattern, never run
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", TOKENIZER_CODE, "mask_embedding.pt")
 _HUB_FILES = (*_SMALL_FILES, "*.safetensors")
@@ -80,7 +80,7 @@ def resolve_checkpoint(
 
 def _folder_of(path: Path, field: str) -> Path:
     """Return the folder that stands for a GGUF file or the one in a folder."""
-    from .gguf_checkpoint import gguf_checkpoint  # it reads tokenizers, which read this module
+    from .gguf_checkpoint import gguf_checkpoint  # it needs torch
 
     return gguf_checkpoint(gguf_in(path, field) if path.is_dir() else path, field)
 

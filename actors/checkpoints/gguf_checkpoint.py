@@ -28,8 +28,8 @@ from ...drafter.compute.checkpoint.gguf import architectures
 from ...drafter.compute.checkpoint.gguf.gguf_file import GgufFile
 from ...drafter.compute.checkpoint.gguf.split_files import model_name, parts_of
 from . import gguf_pre_tokenizers, gguf_tokenizer
+from .file_names import DEFAULT
 from .gguf_tokenizer import GgufTokenizer
-from .tokenizer_config import DEFAULT
 
 
 def gguf_checkpoint(path: Path, field: str) -> Path:

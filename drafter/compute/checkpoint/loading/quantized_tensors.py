@@ -19,11 +19,11 @@ from torch import Tensor
 from .....cluster.errors import CheckpointError
 from ...memory.kv_cache import UNSCALED, KVScales
 from ..gguf.gguf_folder import open_gguf_folder
+from ..quantization.checkpoint_quantization import KEY, CheckpointQuantization
+from ..quantization.kv_scales import find_kv_scales, read_kv_scales
+from ..quantization.scheme import Scheme, check_parts, require_finite
 from ..quantized_matrix import QuantizedMatrix
 from ..safetensors_reader import FLOATS, TensorFolder, TensorHeaders
-from .checkpoint_quantization import KEY, CheckpointQuantization
-from .kv_scales import find_kv_scales, read_kv_scales
-from .scheme import Scheme, check_parts, require_finite
 
 _WEIGHT = "weight"
 _CODES = ("weight", "weight_packed", "qweight")  # last components of names of codes

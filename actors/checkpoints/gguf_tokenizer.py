@@ -20,8 +20,8 @@ from gguf.constants import TokenType
 
 from ...cluster.errors import CheckpointError, brief, brief_name
 from ...drafter.compute.checkpoint.gguf.gguf_file import GgufFile
+from .file_names import DEFAULT
 from .gguf_pre_tokenizers import GEMMA, PRE_TOKENIZERS, PreTokenizer
-from .tokenizer_config import DEFAULT
 
 Json: TypeAlias = dict[str, Any]  # Any: JSON values
 T = TypeVar("T")
