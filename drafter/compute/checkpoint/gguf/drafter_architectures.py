@@ -31,7 +31,7 @@ from .block_formats import FLOATS
 from .header import TensorInfo
 from .metadata_keys import MetadataKeys
 from .rope_keys import rope_config
-from .tensor_views import INTEGERS, Computed, StoredRows, integers, values
+from .tensor_views import INTEGERS, ComputedTensor, StoredRows, integers, values
 
 MASK_TOKEN, TOKENS = "tokenizer.ggml.mask_token_id", "tokenizer.ggml.tokens"
 _TOKEN_MAP, _EMBEDDING, _HEAD = "d2t", "token_embd.weight", "output.weight"
@@ -192,7 +192,7 @@ def _as_numbers(_: MetadataKeys, info: TensorInfo, name: str) -> Views:
     """Return a tensor that is read as numbers: a packed one is dequantized."""
     if info.type in FLOATS:
         return {name: StoredRows(info)}
-    return {name: Computed(info.shape, lambda file: values(file, info.name))}
+    return {name: ComputedTensor(info.shape, lambda file: values(file, info.name))}
 
 
 def _tied(keys: MetadataKeys, info: TensorInfo, name: str) -> Views:
@@ -206,7 +206,7 @@ def _differences(keys: MetadataKeys, info: TensorInfo, name: str) -> Views:
     if info.type not in INTEGERS:
         raise wrong(keys.where, info.name, info.type.name, "stored as integers, I64 or I32")
     return {
-        name: Computed(
+        name: ComputedTensor(
             info.shape, lambda file: integers(file, info.name).long() - torch.arange(info.shape[0]), "I64"
         )
     }
