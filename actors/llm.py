@@ -43,7 +43,7 @@ class LLM:
     a terminal.
 
     Args:
-        model: folder or hub id of the target.
+        model: folder, GGUF file or hub id of the target.
         speculative_config: e.g. {"method": "dflash", "model": "models/drafter"}; None decodes plainly.
         **settings: any field of `EngineConfig`.
 

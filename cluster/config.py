@@ -35,9 +35,9 @@ class SpeculativeConfig:
     """Settings of speculative decoding.
 
     Attributes:
-        model: folder or hub id of the drafter checkpoint: DFlash's in z-lab's or Speculators' format,
-            EAGLE-3's in Speculators' or SGLang's; with "mtp" an assistant of Gemma 4. None with "ngram",
-            "suffix" and other targets' "mtp", which need none.
+        model: folder, GGUF file or hub id of the drafter checkpoint: DFlash's in z-lab's or Speculators'
+            format, EAGLE-3's in Speculators' or SGLang's; with "mtp" an assistant of Gemma 4. None with
+            "ngram", "suffix" and other targets' "mtp", which need none.
         method: "dflash" drafts a block in one pass; "eagle3" a chain with a pass per token, and so does "mtp"
             with the layer for multi-token prediction of the target's checkpoint (Qwen3.5, Qwen3-Next,
             DeepSeek-V3, GLM-4.5, MiMo-V2) or with Gemma 4's assistant (`model`); "suffix" and "ngram" copy
@@ -153,7 +153,7 @@ class SpeculativeConfig:
         if self.has_model and self.model is None:
             raise ConfigError(
                 f'speculative_config.model is missing: method="{self.method}" drafts with a model. Give its '
-                'folder or hub id, or set method="suffix", which needs none.',
+                'folder, GGUF file or hub id, or set method="suffix", which needs none.',
                 param="speculative_config.model",
             )
         is_assistant = self.method == "mtp" and self.model is not None
@@ -241,11 +241,11 @@ class EngineConfig:
     """One engine: a target, optionally a drafter, and how they run.
 
     Attributes:
-        model: target checkpoint: folder or Hugging Face id.
+        model: target checkpoint: folder, GGUF file or Hugging Face id.
         revision: branch, tag or commit of the target on the hub, which also applies to the tokenizer; the
             newest by default.
         download_dir: folder for snapshots from the hub; the hub's own cache (HF_HOME) by default.
-        tokenizer: folder or Hugging Face id of the tokenizer; the target's by default.
+        tokenizer: folder, GGUF file or Hugging Face id of the tokenizer; the target's by default.
         chat_template: file with a Jinja template that replaces the tokenizer's own.
         default_chat_template_kwargs: variables for the chat template that a request does not set:
             '{"enable_thinking": false}'.

@@ -31,14 +31,14 @@ NAMESPACE = b"manta"
 class ReplicaUserConfig:
     """Settings of a replica. Changing them needs no restart and interrupts no request."""
 
-    # folder or hub id of the drafter; None: the one that the replica started with. Tokens do not depend on
-    # it. On the target's device it loads while requests wait.
+    # folder, GGUF file or hub id of the drafter; None: the one that the replica started with. Tokens do not
+    # depend on it. On the target's device it loads while requests wait.
     drafter: str | None = None
 
     def __post_init__(self) -> None:
         if self.drafter is not None and (not isinstance(self.drafter, str) or not self.drafter):
             field = "user_config.drafter"
-            raise ConfigError(f"{field}={self.drafter!r} must be a folder or hub id.", param=field)
+            raise ConfigError(f"{field}={self.drafter!r} must be a folder, GGUF file or hub id.", param=field)
 
     @classmethod
     def of(cls, user_config: Mapping[str, Any]) -> Self:  # Any: YAML, checked here

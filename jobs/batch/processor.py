@@ -65,7 +65,7 @@ class MantaEngineProcessorConfig:
     """Which engine answers the rows, and how many engines.
 
     Attributes:
-        model_source: folder or hub id of the target.
+        model_source: folder, GGUF file or hub id of the target.
         engine_kwargs: any other field of `EngineConfig`, under vLLM's names where those are known here.
         concurrency: engines; with (1, 4) Ray Data chooses between 1 and 4.
         batch_size: rows of one call; half of `max_num_seqs` if absent. Smaller batches are returned sooner,

@@ -36,8 +36,8 @@ def merge_settings(flags: Mapping[str, Any], config_path: Path | None = None) ->
     settings["speculative_config"] = merge_speculation(settings.get("speculative_config"), speculation)
     if not settings.get("model") and not settings.get("models"):
         raise ConfigError(
-            "model is missing: give the target's folder or hub id (--model) or a YAML file (--config). The "
-            "shipped pair is --model models/target --spec-model models/drafter.",
+            "model is missing: give the target's folder, GGUF file or hub id (--model) or a YAML file "
+            "(--config). The shipped pair is --model models/target --spec-model models/drafter.",
             param="model",
         )
     return settings

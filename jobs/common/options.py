@@ -52,8 +52,8 @@ class DoctorOptions:
     """Options of `manta doctor`.
 
     Attributes:
-        model: target checkpoint: folder or hub id.
-        spec_model: drafter checkpoint: folder or hub id.
+        model: target checkpoint: folder, GGUF file or hub id.
+        spec_model: drafter checkpoint: folder, GGUF file or hub id.
         quick: use fewer dtypes, prompts and tokens, to finish within a minute.
         output: JSON file for the report.
     """
@@ -89,7 +89,7 @@ class PlanOptions:
     """Options of `manta plan`.
 
     Attributes:
-        model: target: folder or Hugging Face id.
+        model: target: folder, GGUF file or Hugging Face id.
         num_gpus: GPUs of the node.
         gpu: kind of the GPUs.
         drafter: DFlash drafter, or with mtp an assistant of Gemma 4; by default plain decoding is planned.
@@ -155,8 +155,8 @@ class NodeOptions:
     """Options of `manta simulate node`.
 
     Attributes:
-        model: target: folder or Hugging Face id; its configuration is enough.
-        drafter: DFlash drafter: folder or Hugging Face id.
+        model: target: folder, GGUF file or Hugging Face id; its configuration is enough.
+        drafter: DFlash drafter: folder, GGUF file or Hugging Face id.
         gpu: kind of the GPUs.
         num_gpus: GPUs of the node.
         tp: tensor-parallel ranks of an engine; may be repeated; by default each number that fits.

@@ -18,8 +18,8 @@ from .common.options import (
 )
 
 # Arguments shared by the commands.
-Drafter = Annotated[str, typer.Argument(help="Folder or hub id of a drafter.")]
-Target = Annotated[str, typer.Option("--target", "-m", help="Folder or hub id of the target.")]
+Drafter = Annotated[str, typer.Argument(help="Folder, GGUF file or hub id of a drafter.")]
+Target = Annotated[str, typer.Option("--target", "-m", help="Folder, GGUF file or hub id of the target.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 drafter = typer.Typer(

@@ -41,7 +41,7 @@ def split_settings(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerSetting
             hint = did_you_mean(str(key), known, fallback="See ray_config.yaml for the known ones.")
             raise ConfigError(f"Unknown setting {key}. {hint}", param=str(key))
     if not args.get("model"):
-        raise ConfigError("model is missing: give the target's folder or hub id.", param="model")
+        raise ConfigError("model is missing: give the target's folder, GGUF file or hub id.", param="model")
     engine = EngineConfig.from_dict({k: v for k, v in args.items() if k in engine_names})
     return engine, from_mapping(ServerSettings, {k: v for k, v in args.items() if k in server_names})
 

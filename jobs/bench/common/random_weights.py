@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 
+from ....actors.checkpoints.checkpoint_paths import resolve_checkpoint
 from ....actors.targets.families import read_model
 from ....actors.targets.loading.checkpoint_models import random_target
 from ....actors.targets.loading.load_plan import LoadPlan
@@ -148,6 +149,8 @@ def _read(path: str, field: str) -> Json:
 
 def _config_file(path: str) -> Path:
     given = Path(path).expanduser()
+    if given.suffix == ".gguf":
+        given = resolve_checkpoint(path, field="model")
     return given / "config.json" if given.is_dir() else given
 
 

@@ -16,8 +16,8 @@ class AdaptOptions:
     """Options of `manta drafter adapt`.
 
     Attributes:
-        drafter: folder or hub id of a drafter.
-        target: folder or hub id of the target.
+        drafter: folder, GGUF file or hub id of a drafter.
+        target: folder, GGUF file or hub id of the target.
         data: folder of --capture, or JSONL with `prompt` or `messages` in each line.
         output: new folder for the adapted drafter; written only if the drafter is better.
         minutes: time for generating answers and training, without the measurements.
@@ -59,7 +59,7 @@ class TrainOptions:
     """Options of `manta drafter train`.
 
     Attributes:
-        target: folder or hub id of the target.
+        target: folder, GGUF file or hub id of the target.
         folder: folder of the run; the drafter is written to drafter/ in it. The same folder resumes.
         data: JSON lines or Parquet with messages, prompt or text, or captured traffic; may be repeated.
         head: part or kind of drafter that is trained.
@@ -103,8 +103,8 @@ class EvalOptions:
     """Options of `manta drafter eval`.
 
     Attributes:
-        drafter: folder or hub id of a drafter.
-        target: folder or hub id of the target.
+        drafter: folder, GGUF file or hub id of a drafter.
+        target: folder, GGUF file or hub id of the target.
         suite: quick (the shipped prompts), or a JSONL file.
         concurrency: concurrent requests, comma-separated; the speed is measured at each.
         temperatures: sampling temperatures, comma-separated; 0 is greedy.
@@ -136,8 +136,8 @@ class ExplainOptions:
     """Options of `manta drafter explain`.
 
     Attributes:
-        drafter: folder or hub id of a drafter.
-        target: folder or hub id of the target.
+        drafter: folder, GGUF file or hub id of a drafter.
+        target: folder, GGUF file or hub id of the target.
         data: JSONL with `prompt` or `messages` and sampling fields in each line, an OpenAI batch file, or a
             folder of --capture.
         card: card.json of `manta drafter eval`; by default that in the drafter's folder.
@@ -160,7 +160,7 @@ class DeployOptions:
     """Options of `manta drafter deploy`.
 
     Attributes:
-        drafter: folder or hub id of the drafter.
+        drafter: folder, GGUF file or hub id of the drafter.
         app: name of the application in Ray Serve.
         deployment: name of the deployment of the model's replicas.
     """
