@@ -86,6 +86,7 @@ def validate(
     as_json: AsJson = False,
 ) -> None:
     """Report all problems of a drafter and target with remedies; exit code 1 if they cannot work."""
+    from .drafter_summary import describe_files
     from .validate.validate_pair import print_findings, validate_pair
 
     if level == "gpu":
@@ -98,6 +99,8 @@ def validate(
     if as_json:
         typer.echo(json.dumps([finding.as_json() for finding in findings], indent=2))
     else:
+        if described := describe_files(name):
+            typer.echo(described)
         print_findings(name, target, findings)
     if any(finding.fatal for finding in findings):
         raise typer.Exit(1)
@@ -136,14 +139,25 @@ def explain(options: ExplainOptions, as_json: AsJson = False) -> None:
 @drafter.command()
 def convert(
     name: Drafter,
-    output: Annotated[Path, typer.Option("-o", "--output", help="New folder.")],
-    to: Annotated[Literal["zlab", "speculators"], typer.Option("--to", help="Format to write.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="New folder; for gguf a new file that ends in .gguf.")
+    ],
+    to: Annotated[
+        Literal["zlab", "speculators", "gguf"],
+        typer.Option("--to", help="Format to write; gguf is llama.cpp's."),
+    ],
     target: Target,
 ) -> None:
     """Convert a drafter to another format and verify that meaning and weights are identical."""
-    from .common.format_conversion import convert_drafter
+    if to == "gguf":
+        from .common.gguf_conversion import convert_to_gguf
 
-    convert_drafter(name, target, "z-lab" if to == "zlab" else to, output)
+        for note in convert_to_gguf(name, target, output):
+            typer.echo(note, err=True)
+    else:
+        from .common.format_conversion import convert_drafter
+
+        convert_drafter(name, target, "z-lab" if to == "zlab" else to, output)
     typer.echo(str(output))
 
 

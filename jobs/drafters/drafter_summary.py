@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -15,7 +16,7 @@ from ...drafter.compute.checkpoint.safetensors_reader import TensorHeaders
 from ...drafter.dflash.config import DrafterConfig
 from ...drafter.eagle3.config import DEFAULT_DRAFTS
 from ..common.tables import NO_FIGURE, decimals, print_table
-from .common.drafter_files import AnyConfig, DrafterFiles, read_config
+from .common.drafter_files import AnyConfig, DrafterFiles, licence_of, open_drafter, read_config
 
 _SHARED_TENSORS = {"embedding": "embed_tokens.weight", "head": "lm_head.weight"}
 
@@ -32,7 +33,8 @@ def summarize_drafter(files: DrafterFiles[AnyConfig]) -> dict[str, Any]:  # Any:
     return {
         "name": files.name,
         "revision": files.revision,
-        "format": config.layout,
+        "format": format_of(config),
+        "licence": licence_of(files.folder),
         "architecture": ", ".join(files.raw.get("architectures") or ()),
         "verifier": str(files.verifier.get("name_or_path") or ""),
         "layers": tuple(_layer(layer.causal, layer.window) for layer in config.layers),
@@ -55,12 +57,37 @@ def summarize_drafter(files: DrafterFiles[AnyConfig]) -> dict[str, Any]:  # Any:
         ),
         "rope": f"{config.rope.kind}, theta {config.rope.theta:g}",
         "dtypes": tuple(sorted({tensors.dtypes[name] for name in tensors.shapes})),
+        "tensor_types": tensor_types(files),
         "num_parameters": sum(map(prod, tensors.shapes.values())),
         "weight_bytes": sum(_num_bytes(stored, name) for name in stored.shapes),
         "kv_bytes_per_token": 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim,
         "num_speculative_tokens": DEFAULT_DRAFTS if blocks is None else blocks.max_drafts,
         "mean_acceptance_length": min_card_length(files.folder),
     }
+
+
+def format_of(config: AnyConfig) -> str:
+    """Return the format of the files; "gguf" whatever the kind of drafter is."""
+    is_gguf = config.quantization is not None and config.quantization.gguf_files
+    return "gguf" if is_gguf else config.layout
+
+
+def tensor_types(files: DrafterFiles[AnyConfig]) -> tuple[str, ...]:
+    """Return the types of the tensors with their numbers, most frequent first."""
+    tensors = files.tensors
+    counts = Counter(tensors.dtypes[name] for name in tensors.shapes)
+    return tuple(f"{count} {kind}" for kind, count in counts.most_common())
+
+
+def describe_files(name: str) -> str:
+    """Return a line about a drafter's files: format, types of the tensors, licence; "" if they are broken."""
+    try:
+        files = open_drafter(name)
+    except CheckpointError:
+        return ""
+    licence = licence_of(files.folder) or "not named"
+    types = ", ".join(tensor_types(files))
+    return f"{name}: format {format_of(files.config)}; tensors {types}; licence {licence}."
 
 
 def print_summaries(summaries: Sequence[Mapping[str, Any]]) -> None:
@@ -139,7 +166,7 @@ def print_drafters(drafters: dict[str, AnyConfig]) -> None:
     rows = [
         [
             name,
-            config.layout,
+            format_of(config),
             _kind(config),
             str(config.num_layers),
             str(config.block_size) if isinstance(config, DrafterConfig) else NO_FIGURE,

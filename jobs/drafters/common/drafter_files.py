@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal, TypeGuard, TypeVar
 
+from huggingface_hub import metadata_load
+
 from ....actors.checkpoints.checkpoint_paths import (
     SHAPE_FILES,
     TIKTOKEN_MODEL,
@@ -18,6 +20,7 @@ from ....actors.checkpoints.checkpoint_paths import (
 )
 from ....actors.checkpoints.gguf_files import gguf_files
 from ....cluster.errors import CheckpointError
+from ....drafter.compute.checkpoint.gguf.gguf_file import GgufFile
 from ....drafter.compute.checkpoint.gguf.gguf_folder import open_gguf_folder
 from ....drafter.compute.checkpoint.hf_config import Json, read_json
 from ....drafter.compute.checkpoint.loading.quantized_tensors import QuantizedTensors
@@ -78,6 +81,18 @@ def read_config(folder: Path) -> AnyConfig:
 def method_of(name: str) -> Literal["dflash", "eagle3"]:
     folder = resolve_checkpoint(name, field="drafter", files=SMALL_FILES)
     return "eagle3" if is_eagle3(read_json(folder, param="drafter")) else "dflash"
+
+
+def licence_of(folder: Path) -> str:
+    """Return the licence that a drafter's README.md or GGUF file names, else ""."""
+    for path in gguf_files(folder)[:1]:
+        found = GgufFile(path).metadata.get("general.license")
+        return found if isinstance(found, str) else ""
+    try:
+        card = metadata_load(folder / "README.md") or {}
+    except (OSError, ValueError):
+        return ""
+    return str(card.get("license_name") or card.get("license") or "")
 
 
 def read_headers(name: str, folder: Path) -> TensorHeaders:

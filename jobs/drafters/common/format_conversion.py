@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -22,14 +23,16 @@ from ....actors.targets.model.model_spec import ModelSpec
 from ....cluster.errors import CheckpointError, ConfigError
 from ....drafter.compute.checkpoint.hf_config import Json, read_json
 from ....drafter.compute.checkpoint.safetensors_reader import TensorFolder
+from ....drafter.compute.layers.rope import RopeConfig
 from ....drafter.dflash.checkpoint import check_drafter, named_as_ours
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.target_features import TargetFacts
+from ....drafter.drafter_spec import DrafterShape
 from .drafter_files import SMALL_FILES
 
-Format = Literal["z-lab", "speculators"]
+Format = Literal["z-lab", "speculators", "gguf"]
 # Fields that may differ: the location, and facts of the target that only one format repeats.
-_NOT_COMPARED = ("file", "layout", "num_target_layers", "target_hidden_size")
+_NOT_COMPARED = ("file", "layout", "num_target_layers", "target_hidden_size", "quantization")
 # Keys that are written for the new format; all others are copied.
 _OF_WRAPPING = (
     "architectures",
@@ -75,7 +78,7 @@ def convert_drafter(name: str, target_name: str, to: Format, output: Path) -> No
         _write(folder, written, output)
         if config.mask_embedding:
             shutil.copyfile(folder / "mask_embedding.pt", output / "mask_embedding.pt")
-        _check_same(config, check_drafter(output, facts), target, to)
+        check_same(config, check_drafter(output, facts), facts.embed_scale, to)
         _check_bits(TensorFolder(folder), TensorFolder(output))
     except BaseException:
         shutil.rmtree(output)
@@ -172,22 +175,28 @@ def _write(folder: Path, config: _Written, output: Path) -> None:
         shutil.copyfile(card, output / card.name)
 
 
-def _check_same(one: DrafterConfig, other: DrafterConfig, target: ModelSpec, to: Format) -> None:
-    for field in dataclasses.fields(DrafterConfig):
-        was, now = _comparable(one, field.name, target), _comparable(other, field.name, target)
+def check_same(one: DrafterShape, other: DrafterShape, embed_scale: float, to: Format) -> None:
+    """Raise ConfigError for the first setting that the new drafter does not have as the old one has it."""
+    for field in dataclasses.fields(one):
+        was, now = (_comparable(config, field.name, embed_scale) for config in (one, other))
         if field.name not in _NOT_COMPARED and was != now:
+            was, now = (getattr(config, field.name) for config in (one, other))
             raise ConfigError(
                 f"to={to}: this format cannot express {field.name}={was} (it would read as {now}). Keep the "
-                f"drafter in {one.layout}'s format, which Manta reads directly.",
+                "drafter in its format, which Manta reads directly.",
                 param="to",
             )
 
 
-def _comparable(config: DrafterConfig, field: str, target: ModelSpec) -> object:
+def _comparable(config: DrafterShape, field: str, embed_scale: float) -> object:
+    """Return a setting's effect, in the precision of GGUF; None as a scale means the target's."""
     value = getattr(config, field)
     if field == "input_embedding_scale" and value is None:
-        return target.embed_scale
-    return value
+        value = embed_scale
+    if isinstance(value, RopeConfig):
+        numbers = (*value.frequencies().tolist(), *value.scales().tolist(), value.score_scale)
+        return value.rotary_dim, value.interleaved, [f"{number:.5g}" for number in numbers]
+    return float(np.float32(value)) if isinstance(value, float) else value
 
 
 def _check_bits(one: TensorFolder, other: TensorFolder) -> None:

@@ -216,6 +216,10 @@ def _target_ids(d2t_V: Tensor, _: Config) -> Tensor:
     return d2t_V.long() + torch.arange(len(d2t_V))
 
 
+def _in_fp32(tensor: Tensor, _: Config) -> Tensor:
+    return tensor.float()
+
+
 def _in_pairs(heads: str) -> Callable[[Tensor, Config], Tensor]:
     return lambda rows, config: paired_rows(rows, config[heads])
 
@@ -231,9 +235,9 @@ _DFLASH_LAYER: Mapping[str, Part] = {
     **PLAIN,
     **HEAD_NORMS,
     "attn_sinks.weight": Part("self_attn.attention_sink_bias", _as_numbers),
-    "attn_conv_base": Part("attention_conv.base_kernel", _as_numbers),
+    "attn_conv_base": Part("attention_conv.base_kernel", _as_numbers, _in_fp32),
     "attn_conv_proj": Part("attention_conv.kernel_projection"),
-    "ffn_conv_base": Part("mlp_conv.base_kernel", _as_numbers),
+    "ffn_conv_base": Part("mlp_conv.base_kernel", _as_numbers, _in_fp32),
     "ffn_conv_proj": Part("mlp_conv.kernel_projection"),
 }
 _DFLASH_OTHERS: Mapping[str, Part] = {

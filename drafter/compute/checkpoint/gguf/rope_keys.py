@@ -12,12 +12,17 @@ import math
 import torch
 from torch import Tensor
 
-from .....cluster.errors import CheckpointError
+from .....cluster.errors import CheckpointError, ConfigError
 from .architecture import FREQUENCIES, Config
 from .metadata_keys import MetadataKeys
 from .tensor_views import values
 
 _SCALING = "rope.scaling."
+_YARN = (  # optional keys of config.json, and the file's
+    ("attention_factor", "yarn_attn_factor"),
+    ("beta_fast", "yarn_beta_fast"),
+    ("beta_slow", "yarn_beta_slow"),
+)
 _DEFAULT_THETA = 10_000.0  # of llama.cpp
 _PUBLISHED = (4.0, 8192)  # high / low and length of Llama 3.1 to 3.3
 _TOLERANCE = 1e-5
@@ -50,19 +55,46 @@ def _yarn(keys: MetadataKeys) -> Config:
         "factor": keys.number(f"{_SCALING}factor"),
         "original_max_position_embeddings": keys.count(f"{_SCALING}original_context_length"),
     }
-    for name, key in (
-        ("attention_factor", "yarn_attn_factor"),
-        ("beta_fast", "yarn_beta_fast"),
-        ("beta_slow", "yarn_beta_slow"),
-    ):
+    for name, key in _YARN:
         if keys.has(f"{_SCALING}{key}"):
             found[name] = keys.number(f"{_SCALING}{key}")
     return found
 
 
+def rope_metadata(rope: Config, head_dim: int) -> Config:
+    """Return the keys from which `rope_config` reads these `rope_parameters`, without the architecture.
+
+    Raises ConfigError for a type that GGUF does not have.
+    """
+    kind, found = rope["rope_type"], Config({"rope.freq_base": float(rope["rope_theta"])})
+    if (share := rope.get("partial_rotary_factor")) is not None:
+        found["rope.dimension_count"] = round(head_dim * share)
+    if kind in ("linear", "yarn"):
+        found |= {f"{_SCALING}type": kind, f"{_SCALING}factor": float(rope["factor"])}
+    elif kind not in ("default", "llama3"):
+        raise ConfigError(f"to=gguf: the rotation {kind!r} is not written.", param="to")
+    if kind == "yarn":
+        found[f"{_SCALING}original_context_length"] = rope["original_max_position_embeddings"]
+        found |= {f"{_SCALING}{key}": float(rope[name]) for name, key in _YARN if rope.get(name) is not None}
+    return found
+
+
+def frequency_factors(rope: Config, head_dim: int) -> Tensor | None:
+    """Return the factors of Llama 3's scaling, fp32 [pairs], which a tensor holds; None for other types."""
+    if rope["rope_type"] != "llama3":
+        return None
+    rotated = round(head_dim * rope.get("partial_rotary_factor", 1.0))
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    length = rope["original_max_position_embeddings"] / low
+    return _factors(_wavelengths(rope["rope_theta"], rotated), rope["factor"], high / low, length).float()
+
+
+def _wavelengths(theta: float, rotated: int) -> Tensor:
+    return 2 * math.pi * theta ** (torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+
+
 def _llama3(keys: MetadataKeys, factors: Tensor, theta: float, rotated: int) -> Config:
-    exponents = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
-    wavelengths = 2 * math.pi * theta**exponents
+    wavelengths = _wavelengths(theta, rotated)
     if factors.shape != wavelengths.shape:
         raise CheckpointError(
             f"{keys.where}: {FREQUENCIES} has {len(factors)} factors for {rotated} rotated dimensions;"
@@ -85,7 +117,7 @@ def _llama3(keys: MetadataKeys, factors: Tensor, theta: float, rotated: int) -> 
     )
 
 
-def _factors(wavelengths: Tensor, factor: float, ratio: float, length: int) -> Tensor:
+def _factors(wavelengths: Tensor, factor: float, ratio: float, length: float) -> Tensor:
     smooth = ((length / wavelengths - 1) / (ratio - 1)).clamp(0, 1)
     return 1 / ((1 - smooth) / factor + smooth)
 
