@@ -169,7 +169,7 @@ def random_drafter(file: Path, folder: Path) -> Path:
     """Write a DFlash drafter with random weights for the target."""
     config = transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     sizes = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size}
-    made = make_tiny_drafter(folder / "sizes", **sizes)
+    made = make_tiny_drafter(folder / "sizes", head_dim=64, **sizes)  # a compiled pass has it
     return changed(made, folder / "drafter", num_target_layers=config.num_hidden_layers)
 
 
