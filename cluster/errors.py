@@ -239,6 +239,11 @@ def brief_name(name: object, maximum: int = MAX_NAME) -> str:
     return truncate(printable(truncate(str(name), maximum)), maximum)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of another program's error, or its class if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def brief_url(where: object) -> str:
     """Return a path or URL for a message: without password, query and fragment, which may be secret."""
     text = str(where)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...cluster.config import EngineConfig
-from ...cluster.errors import CheckpointError, ConfigError, brief, brief_name
+from ...cluster.errors import CheckpointError, ConfigError, brief, brief_name, first_line
 from ...drafter.compute.checkpoint.gguf.split_files import model_name
 from ...drafter.compute.checkpoint.hf_config import read_json
 from .file_names import TIKTOKEN_MODEL, TOKENIZER_JSON
@@ -79,7 +79,7 @@ def resolve_checkpoint(
 
 
 def _folder_of(path: Path, field: str) -> Path:
-    """Return the folder that stands for a GGUF file or the one in a folder."""
+    """Return the folder written for a GGUF file, or for the one in a folder."""
     from .gguf_checkpoint import gguf_checkpoint  # it needs torch
 
     return gguf_checkpoint(gguf_in(path, field) if path.is_dir() else path, field)
@@ -236,7 +236,7 @@ def _download(
         found = snapshot_download(name, allow_patterns=list(files), revision=revision, cache_dir=download_dir)
         return Path(found)
     except (OSError, ValueError) as error:  # every error of the hub's client is one of these
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise CheckpointError(
             f"{field}={name!r}: there is no such folder, and the hub does not provide it ({reason}). Check "
             f"the spelling and the connection (HF_TOKEN for a gated model), or download it once and set "

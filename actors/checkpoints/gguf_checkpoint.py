@@ -33,7 +33,7 @@ from .gguf_tokenizer import GgufTokenizer
 
 
 def gguf_checkpoint(path: Path, field: str) -> Path:
-    """Return the folder that stands for a file; `path` is any part of a split one.
+    """Return the folder of a file, written if it is not in the cache; `path` is any part of a split one.
 
     Raises CheckpointError, which names the setting `field`, if the file or its cache is not usable.
     """

@@ -10,26 +10,25 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ...cluster.errors import CheckpointError, brief_name
-from ...drafter.compute.checkpoint.gguf.split_files import model_name
+from ...cluster.errors import CheckpointError, brief_name, first_line
+from ...drafter.compute.checkpoint.gguf.split_files import METHOD, model_name
 from ...drafter.compute.checkpoint.hf_config import read_json
 
 _GGUF = ".gguf"
-_METHOD = "gguf"  # `quant_method` of the folder that stands for a file
 _PROJECTOR = "mmproj"  # begins names of files with an encoder of images, which belongs to a model beside it
 _MAX_NAMED = 20  # files in a message
 
 
 def gguf_files(folder: Path) -> tuple[Path, ...]:
-    """Return the files for which a folder stands; empty if it holds its weights itself."""
+    """Return the GGUF files that a folder was written for; empty if it holds its weights itself."""
     found = read_json(folder, param="model", required=False).get("quantization_config")
-    if not isinstance(found, Mapping) or found.get("quant_method") != _METHOD:
+    if not isinstance(found, Mapping) or found.get("quant_method") != METHOD:
         return ()
     return tuple(Path(str(name)) for name in found.get("files", ()))
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """Return the files that hold a checkpoint's weights: its own, or the GGUF files for which it stands."""
+    """Return the files that hold a checkpoint's weights: its own, or those of GGUF."""
     return gguf_files(folder) or tuple(sorted(folder.glob("*.safetensors")))
 
 
@@ -65,7 +64,7 @@ def gguf_on_hub(
         parts = chosen(names, quantization, wanted, field)
         found = snapshot_download(repo, allow_patterns=parts, revision=revision, cache_dir=download_dir)
     except (OSError, ValueError) as error:  # every error of the hub's client is one of these
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise CheckpointError(
             f"{wanted}: the hub does not provide it ({reason}). Check the spelling and the connection "
             "(HF_TOKEN for a gated model), or download the file and give its path.",

@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 from ...cluster.disk_cache import cache_folder
-from ...cluster.errors import CheckpointError, UnreachableError
+from ...cluster.errors import CheckpointError, UnreachableError, first_line
 from .published_models import Piece, PublishedModel
 
 TIMEOUT_S = 3600.0  # of all wheels
@@ -109,7 +109,7 @@ def _from_hub(model: PublishedModel, folder: Path) -> Path:
             hf_hub_download(model.hub_id, model.file, revision=model.revision, local_dir=folder / "hub")
         )
     except (OSError, ValueError) as error:  # every error of the hub's client is one of these
-        raise _NotThereError((str(error).strip() or type(error).__name__).splitlines()[0]) from None
+        raise _NotThereError(first_line(error)) from None
 
 
 def _check(file: Path, model: PublishedModel) -> None:

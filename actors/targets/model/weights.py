@@ -146,7 +146,11 @@ class TargetWeights:
 
         Both are the same object if they are tied, and where `as_codes`, codes as layers' matrices.
         """
-        read = self._packed_vocab if as_codes and self.sharding.world_size == 1 else self._vocab
+        is_whole = self.sharding.world_size == 1
+
+        def read(part: str) -> Matrix:
+            return self.matrix(part, layer=0) if as_codes and is_whole else self._vocab(part)
+
         embedding_UH = read("embedding")
         return embedding_UH, embedding_UH if self.spec.tied_head else read("head")
 
@@ -155,9 +159,6 @@ class TargetWeights:
 
     def head(self) -> Tensor:
         return self.embedding() if self.spec.tied_head else self._vocab("head")
-
-    def _packed_vocab(self, part: str) -> Matrix:
-        return self.matrix(part, 0)
 
     def _vocab(self, part: str) -> Tensor:
         rows_UH = self.part(part)

@@ -19,7 +19,7 @@ from ....actors.checkpoints.checkpoint_paths import (
     revision_of,
 )
 from ....actors.checkpoints.gguf_files import gguf_files
-from ....cluster.errors import CheckpointError
+from ....cluster.errors import CheckpointError, first_line
 from ....drafter.compute.checkpoint.gguf.gguf_file import GgufFile
 from ....drafter.compute.checkpoint.gguf.gguf_folder import open_gguf_folder
 from ....drafter.compute.checkpoint.hf_config import Json, read_json
@@ -111,7 +111,7 @@ def _hub_headers(name: str, revision: str) -> TensorHeaders:
     try:
         found = get_safetensors_metadata(name, revision=revision)
     except (OSError, NotASafetensorsRepoError, SafetensorsParsingError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise CheckpointError(
             f"drafter={name!r}: the headers of its weights could not be downloaded ({reason}). Check the "
             "connection (HF_TOKEN for a gated model), or download it and give its folder.",

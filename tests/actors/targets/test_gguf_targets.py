@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ from support.checkpoints.mtp_targets import make_mtp_target
 from support.checkpoints.tiny import make_tiny_target, transformers_model
 from support.engines.steps import settings
 from support.oracles.decoder_requests import weights_of
+from support.oracles.quantized_checkpoints import tensors_of
 
 BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}  # of all types
 CHANGES = {
@@ -73,16 +74,6 @@ def cut_anywhere(mlp: MLP) -> MLP:
     if isinstance(mlp, ParallelMlpSpec):
         return replace(mlp, routed=replace(mlp.routed, inner_multiple=1))
     return replace(mlp, inner_multiple=1) if isinstance(mlp, RoutedMLP) else mlp
-
-
-def tensors_of(value: object, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, PackedCodes):
-        yield at, value.dequantized(torch.float32)
-    elif isinstance(value, torch.Tensor):
-        yield at, value
-    elif is_dataclass(value):
-        for each in fields(value):
-            yield from tensors_of(getattr(value, each.name), f"{at}.{each.name}")
 
 
 @pytest.mark.parametrize("family", GGUF_FAMILIES)

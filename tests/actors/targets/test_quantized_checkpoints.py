@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -12,14 +10,13 @@ from manta import LLM, SamplingParams
 from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.weight_report import WeightCounts, describe_weights
 from manta.cluster.errors import CheckpointError
-from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
 from safetensors.torch import load_file, save_file
 from support.checkpoints.mtp_targets import make_mtp_target
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.steps import settings
 from support.engines.thread_ranks import PROMPTS
 from support.oracles.decoder_requests import weights_of
-from support.oracles.quantized_checkpoints import FORMATS, KINDS, publish
+from support.oracles.quantized_checkpoints import FORMATS, KINDS, publish, tensors_of
 from support.oracles.sampling_cases import WHOLE
 
 FAMILIES = {
@@ -49,17 +46,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         family: make_tiny_target(tmp_path_factory.mktemp(family), family, num_hidden_layers=2, **changes)
         for family, changes in (FAMILIES | AS_PUBLISHED).items()
     }
-
-
-def tensors_of(value: object, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all tensors of a layer by the path of their fields; packed ones dequantized."""
-    if isinstance(value, PackedCodes):
-        yield at, value.dequantized(torch.float32)
-    elif isinstance(value, torch.Tensor):
-        yield at, value
-    elif is_dataclass(value):
-        for each in fields(value):
-            yield from tensors_of(getattr(value, each.name), f"{at}.{each.name}")
 
 
 @pytest.mark.parametrize(

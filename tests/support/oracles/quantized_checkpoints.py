@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
 from safetensors.torch import load_file, save_file
 
 GROUP = 32
@@ -405,3 +406,14 @@ def publish(
 
 def decode(matrix: StoredMatrix) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(matrix.numbers))
+
+
+def tensors_of(value: object, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all tensors of a layer by the path of their fields; packed ones dequantized."""
+    if isinstance(value, PackedCodes):
+        yield at, value.dequantized(torch.float32)
+    elif isinstance(value, torch.Tensor):
+        yield at, value
+    elif is_dataclass(value):
+        for each in fields(value):
+            yield from tensors_of(getattr(value, each.name), f"{at}.{each.name}")

@@ -22,9 +22,9 @@ from .hybrid_architectures import ARCHITECTURES as HYBRID
 from .metadata_keys import ARCHITECTURE, MetadataKeys
 from .mixture_architectures import ARCHITECTURES as MIXTURES
 from .plain_architectures import ARCHITECTURES as PLAIN
+from .split_files import METHOD
 from .tensor_views import TensorView
 
-METHOD = "gguf"
 _ARCHITECTURES: Mapping[str, Architecture] = {**PLAIN, **MIXTURES, **HYBRID, **DRAFTERS}
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"

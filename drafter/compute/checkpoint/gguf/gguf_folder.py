@@ -20,10 +20,11 @@ from ..hf_config import HfConfig, Json, parse
 from ..quantization.checkpoint_quantization import KEY, CheckpointQuantization
 from ..quantization.module_patterns import ModulePatterns
 from ..safetensors_reader import TensorFolder, TensorHeaders
-from .architectures import METHOD, views_of
+from .architectures import views_of
 from .block_formats import FLOATS, is_read
 from .block_scheme import BlockScheme
 from .gguf_file import GgufFile
+from .split_files import METHOD
 from .tensor_views import INTEGERS
 
 _WEIGHT = ".weight"

@@ -1,4 +1,7 @@
-"""Names of the parts of a split GGUF file: NAME-00001-of-00003.gguf. Imports no other module of GGUF."""
+"""Names of GGUF: of the parts of a split file, NAME-00001-of-00003.gguf, and in config.json.
+
+Imports no other module of GGUF, and not torch.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 
 from .....cluster.errors import CheckpointError
 
+METHOD = "gguf"  # `quant_method` of a config.json that names GGUF files
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.S)
 
 
