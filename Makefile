@@ -4,6 +4,7 @@
 #   PIP_ARGS  added to `pip install`. On Linux without a GPU, PyPI's torch installs several GB of CUDA; give
 #             PyTorch's index of CPU wheels here         make demo PIP_ARGS="--extra-index-url <index>"
 #   TESTS     what `make pytest` runs                    make pytest TESTS=tests/jobs/test_cli.py
+#   LLAMA_PERPLEXITY  llama.cpp's program of that name, for `make real`
 #   SEED      of hypothesis' examples                    make pytest TESTS=tests/jobs/test_cli.py SEED=1
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -99,9 +100,9 @@ mutations: install  ## break the product in 62 places, one at a time; a test mus
 
 .PHONY: real
 real: install  ## compare two published GGUF models with transformers, token by token (downloads 350 MB; half an hour)
-	$(BIN)/python -m pip install --quiet accelerate
 	for name in smollm2 gemma3-270m; do $(BIN)/manta models get $$name || exit 1; done
-	$(BIN)/python tests/trials published_models $$($(BIN)/manta models path smollm2) $$($(BIN)/manta models path gemma3-270m)
+	$(BIN)/python tests/trials published_models $$($(BIN)/manta models path smollm2) $$($(BIN)/manta models path gemma3-270m) \
+	  $(if $(LLAMA_PERPLEXITY),--llama-perplexity $(LLAMA_PERPLEXITY)) -o docs/benchmarks/published-models.json
 
 .PHONY: sweep
 sweep: install  ## all methods compared with plain decoding, 1 to 64 requests (15 minutes on an idle machine)
