@@ -87,7 +87,7 @@ def train(
         folder: gets `snapshot.pt`, `curves.jsonl`, `curves.svg` and `drafter/`.
         initial: folder of a DFlash drafter to start from; by default layers of the target.
         settings: the recipe; learning rates are scaled down for targets wider than the one it was tuned on.
-        mask_token_id: of a new drafter; by default one that the target's tokenizer does not use.
+        mask_token_id: of a new DFlash drafter (`mask_token`).
         make: makes the drafter; `models/recipe/eagle3.py` has another one.
         workers: train together (`run_on_workers`); each of them calls this function.
     """

@@ -69,7 +69,7 @@ class TrainOptions:
         layers: layers of a new drafter, by default 3; with --from, a larger number adds layers that start as
             identity.
         block_size: block size of a new drafter; by default 16.
-        mask_token_id: mask token of a new drafter; by default one that does not occur in text.
+        mask_token_id: mask token of a new drafter; by default one that occurs neither in text nor in chats.
         max_tokens: maximum tokens of an answer that the target generates.
         workers: number of GPUs (or cores) of a Ray cluster to train on; by default this process.
         num_threads: threads of torch on a CPU.

@@ -15,6 +15,7 @@ from ....actors.checkpoints.checkpoint_paths import absolute_path, has_tokenizer
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import ConfigError
 from ...common.ray_session import join_or_start_ray
+from ...training.heads.mask_token import mask_token
 from ...training.heads.recipes import RECIPES, DrafterSettings, Head
 from ...training.heads.trainables import read_target
 from ...training.loop.continuations import Continuations
@@ -81,6 +82,8 @@ def train_drafter(options: TrainOptions, report: Report = lambda line: print(lin
         torch.set_num_threads(options.num_threads)
     settings = _settings(options)
     initial = None if options.initial is None else resolve_checkpoint(options.initial, field="from")
+    spec, folder = read_target(options.target)
+    mask_id = None if initial is not None else mask_token(spec, folder, options.mask_token_id, report)
     learned = prepare_data(options, report)
     run = TrainingRun(
         target=absolute_path(options.target),
@@ -88,7 +91,7 @@ def train_drafter(options: TrainOptions, report: Report = lambda line: print(lin
         length=_length(options, settings, len(learned)),
         settings=settings,
         initial=initial,
-        mask_token_id=options.mask_token_id,
+        mask_token_id=mask_id,
     )
     trained = run_here(run, report=report) if options.workers is None else _on_ray(run, options.workers)
     write_drafter_card(options, trained, len(learned.ids), len(Continuations.load(run.folder / HELD_OUT)))

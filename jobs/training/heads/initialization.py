@@ -16,7 +16,6 @@ import torch
 from ....actors.targets.model.mlp_weights import DenseTensors
 from ....actors.targets.model.model_spec import GatedMLP, ModelSpec, TargetAttention
 from ....actors.targets.model.weights import TargetWeights
-from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import ConfigError
 from ....drafter.compute.checkpoint.loading.quantized_tensors import open_folder
 from ....drafter.compute.checkpoint.quantized_matrix import plain
@@ -77,21 +76,6 @@ def continued(initial: DrafterConfig, settings: DrafterSettings, embed_scale: fl
         input_embedding_scale=embed_scale if scale is None else scale,
         convolutions=initial.convolutions or (None if size is None else ConvolutionSize(TAPS, size)),
         selector=initial.selector or settings.selector,
-    )
-
-
-def mask_token(spec: ModelSpec, tokenizer: Tokenizer | None) -> int:
-    """Return a token that does not occur in text: a special token named mask, else the first unused id."""
-    if tokenizer is not None:
-        for spelled, token_id in tokenizer.special_token_ids.items():
-            if "mask" in spelled.lower():
-                return token_id
-        if tokenizer.vocab_size < spec.vocab_size:
-            return tokenizer.vocab_size
-    raise ConfigError(
-        "mask_token_id: the target has no special token named mask, and every row of its embedding belongs "
-        "to a token. Give the id of a token that does not occur in text, such as a reserved special token.",
-        param="mask_token_id",
     )
 
 

@@ -12,17 +12,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ....actors.checkpoints.checkpoint_paths import has_tokenizer, resolve_checkpoint
+from ....actors.checkpoints.checkpoint_paths import resolve_checkpoint
 from ....actors.targets.families import read_model
 from ....actors.targets.model.model_spec import ModelSpec
-from ....actors.tokenization.tokenizer import Tokenizer
 from ....drafter.compute.checkpoint.hf_config import read_json
 from ....drafter.dflash.checkpoint import check_drafter
 from ..loop.continuations import ContinuationReader, ContinuationRequest, Continuations, PaddedBatch
 from .dflash_loss import block_loss, draw_anchors
 from .export import export_drafter
 from .frozen_target import FrozenTarget
-from .initialization import continued, drafter_config, facts_of, mask_token, new_drafter
+from .initialization import continued, drafter_config, facts_of, new_drafter
 from .offline_proposals import BlockProposals, OfflineProposals, accepted_at
 from .recipes import DrafterSettings
 
@@ -80,12 +79,11 @@ def make_drafter(
     max_tokens: int,
     device: torch.device,
 ) -> Trainable:
-    """Make a DFlash drafter for training: `initial`, or a new one with this mask token or an unused one."""
-    spec, folder = read_target(target)
+    """Make a DFlash drafter for training: `initial`, or a new one with this mask token."""
+    spec, _ = read_target(target)
     raw = None
     if initial is None:
-        if mask_token_id is None:
-            mask_token_id = mask_token(spec, Tokenizer.load(folder) if has_tokenizer(folder) else None)
+        assert mask_token_id is not None, "a new drafter's mask token is chosen before its data is made"
         config = drafter_config(spec, settings, mask_token_id)
     else:
         config = continued(check_drafter(initial, facts_of(spec)), settings, spec.embed_scale)

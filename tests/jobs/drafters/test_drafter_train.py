@@ -25,7 +25,7 @@ from manta.jobs.drafters.train.train_data import AnswerSettings, gather
 from manta.jobs.drafters.train.train_run import TrainOptions, train_drafter
 from manta.jobs.training.heads.dflash_module import TrainableDrafter
 from manta.jobs.training.heads.frozen_target import FrozenTarget
-from manta.jobs.training.heads.initialization import facts_of, mask_token
+from manta.jobs.training.heads.initialization import facts_of
 from manta.jobs.training.loop.training_curves import read_rows
 from manta.jobs.training.loop.training_loop import CURVES, Length
 from manta.jobs.training.train_drafter import train
@@ -246,13 +246,6 @@ def test_unusable_training_text_is_named(
     asking = AnswerSettings("nowhere", None, max_tokens=4, longest=100)
     with pytest.raises(DatasetError, match=complaint):
         gather([str(path if name else tmp_path)], asking, tmp_path / "answers", report=lambda _: None)
-
-
-def test_the_mask_is_a_token_that_no_text_contains(tiny_qwen3: Path) -> None:
-    tokenizer, spec = Tokenizer.load(MODELS / "target"), read_model(MODELS / "target")
-    assert tokenizer.tokens([mask_token(spec, tokenizer)]) == ["<|mask|>"]
-    with pytest.raises(ConfigError, match="reserved special token"):
-        mask_token(read_model(tiny_qwen3), None)
 
 
 def options(target: Path, folder: Path, **changes: object) -> TrainOptions:
