@@ -172,7 +172,8 @@ def _length(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
 def _dtype(files: DrafterFiles[DrafterConfig], spec: ModelSpec) -> str:
     tensors = files.tensors  # of which shapes has no scales of quantized matrices
     floats = {tensors.dtypes[name] for name in tensors.shapes}.intersection(_FLOATS)
-    if floats <= {_NAMES[spec.dtype]} or floats == {"F32"}:  # rounding from fp32 loses nothing that matters
+    floats -= {"F32"}  # rounding it loses nothing that matters; GGUF has every norm in it
+    if floats <= {_NAMES[spec.dtype]}:
         return ""
     return (
         f"its weights are {', '.join(sorted(floats))}, the target's {_NAMES[spec.dtype]}, and both run in "
