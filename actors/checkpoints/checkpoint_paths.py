@@ -17,7 +17,7 @@ from ...cluster.errors import CheckpointError, ConfigError, brief, brief_name, f
 from ...drafter.compute.checkpoint.gguf.split_files import model_name
 from ...drafter.compute.checkpoint.hf_config import read_json
 from .file_names import TIKTOKEN_MODEL, TOKENIZER_JSON
-from .gguf_files import cached_snapshot, gguf_in, gguf_on_hub, has_gguf
+from .gguf_files import cached_snapshot, gguf_in, gguf_on_hub, has_gguf, usual_quantization
 
 _ROOT = Path(__file__).resolve().parents[2]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -47,7 +47,8 @@ def resolve_checkpoint(
 
     Args:
         name: a folder (absolute, relative to the working directory, or to the package), a hub id, or a GGUF
-            file: its path, any part of a split one, or `owner/name:quantization` on the hub.
+            file: its path, any part of a split one, or `owner/name:quantization` on the hub. A hub id whose
+            repository has only GGUF files is its only one, or Q4_K_M.
         field: the setting that contained the name, for error messages.
         files: patterns of the files to get from the hub; `SHAPE_FILES` contains no weights.
         revision: revision on the hub; default: the newest.
@@ -112,7 +113,8 @@ def revision_of(name: str, revision: str | None = None, download_dir: str | None
     if not _HUB_ID.fullmatch(name):
         return ""
     found = try_to_load_from_cache(name, "config.json", cache_dir=download_dir, revision=revision)
-    return _snapshot_of(Path(found).parent) if isinstance(found, str) else ""
+    snapshot = Path(found).parent if isinstance(found, str) else cached_snapshot(name, revision, download_dir)
+    return "" if snapshot is None else _snapshot_of(snapshot)
 
 
 def _snapshot_of(folder: Path) -> str:
@@ -234,7 +236,9 @@ def _download(
 
     try:
         found = snapshot_download(name, allow_patterns=list(files), revision=revision, cache_dir=download_dir)
-        return Path(found)
+        folder, quantization = Path(found), None
+        if _lacks_weights(folder, files):
+            quantization = usual_quantization(name, revision, download_dir)
     except (OSError, ValueError) as error:  # every error of the hub's client is one of these
         reason = first_line(error)
         raise CheckpointError(
@@ -243,3 +247,13 @@ def _download(
             f"{field} to its folder.",
             param=field,
         ) from None
+    if quantization is None:
+        return folder
+    return _folder_of(gguf_on_hub(name, quantization, field, revision, download_dir), field)
+
+
+def _lacks_weights(folder: Path, files: Sequence[str]) -> bool:
+    """Return whether a snapshot, of which `files` were wanted, may be of a repository of GGUF files."""
+    if any(folder.glob("*.safetensors")) or has_tokenizer(folder):
+        return False
+    return "*.safetensors" in files or not (folder / "config.json").is_file()

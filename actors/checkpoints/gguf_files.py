@@ -17,6 +17,7 @@ from ...drafter.compute.checkpoint.hf_config import read_json
 _GGUF = ".gguf"
 _PROJECTOR = "mmproj"  # begins names of files with an encoder of images, which belongs to a model beside it
 _MAX_NAMED = 20  # files in a message
+_USUAL = "Q4_K_M"  # what llama.cpp takes of a repository, too
 
 
 def gguf_files(folder: Path) -> tuple[Path, ...]:
@@ -49,19 +50,15 @@ def gguf_in(folder: Path, field: str) -> Path:
 def gguf_on_hub(
     repo: str, quantization: str, field: str, revision: str | None, download_dir: str | None
 ) -> Path:
-    """Return a file of the hub's cache, downloaded if need be: the only one that `quantization` names."""
-    from huggingface_hub import HfApi, snapshot_download
+    """Return a file of the hub's cache, downloaded if need be: the only one that `quantization` names.
+
+    Raises CheckpointError if there is no such file or the hub does not provide it.
+    """
+    from huggingface_hub import snapshot_download
 
     wanted = f"{field}={brief_name(f'{repo}:{quantization}')}"
     try:
-        try:
-            names: Iterable[str] = HfApi().list_repo_files(repo, revision=revision)
-        except (OSError, ValueError):
-            snapshot = cached_snapshot(repo, revision, download_dir)
-            if snapshot is None:
-                raise
-            names = [str(path.relative_to(snapshot)) for path in snapshot.rglob(f"*{_GGUF}")]
-        parts = chosen(names, quantization, wanted, field)
+        parts = chosen(_names_on_hub(repo, revision, download_dir), quantization, wanted, field)
         found = snapshot_download(repo, allow_patterns=parts, revision=revision, cache_dir=download_dir)
     except (OSError, ValueError) as error:  # every error of the hub's client is one of these
         reason = first_line(error)
@@ -71,6 +68,30 @@ def gguf_on_hub(
             param=field,
         ) from None
     return Path(found) / parts[0]
+
+
+def usual_quantization(repo: str, revision: str | None, download_dir: str | None) -> str | None:
+    """Return the quantization of a repository's only GGUF model, or Q4_K_M if it has several, None if none.
+
+    Raises what the hub's client raises.
+    """
+    models = _models(_names_on_hub(repo, revision, download_dir))
+    if not models:
+        return None
+    return _USUAL if len(models) > 1 else Path(next(iter(models))).name
+
+
+def _names_on_hub(repo: str, revision: str | None, download_dir: str | None) -> Iterable[str]:
+    """Return the names of a repository's files, or of those in the cache if the hub is not reachable."""
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().list_repo_files(repo, revision=revision)
+    except (OSError, ValueError):
+        snapshot = cached_snapshot(repo, revision, download_dir)
+        if snapshot is None:
+            raise
+        return [str(path.relative_to(snapshot)) for path in snapshot.rglob(f"*{_GGUF}")]
 
 
 def cached_snapshot(repo: str, revision: str | None, download_dir: str | None) -> Path | None:

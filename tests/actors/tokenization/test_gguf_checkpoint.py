@@ -189,6 +189,14 @@ def test_a_quantization_on_the_hub_is_found_in_its_cache(
         on_hub("owner/tiny-GGUF:Q2_K")
     with pytest.raises(CheckpointError, match=r"^model=nobody/nothing:Q8_0: the hub does not provide it"):
         on_hub("nobody/nothing:Q8_0")
+    with pytest.raises(CheckpointError, match=several):  # Q4_K_M where no quantization is named
+        on_hub("owner/tiny-GGUF")
+    files[2].unlink()
+    assert on_hub("owner/tiny-GGUF") == (files[1],)
+    for file in (files[0], files[1]):
+        file.unlink()
+    assert on_hub("owner/tiny-GGUF") == (files[3],)
+    assert revision_of("owner/tiny-GGUF", download_dir=str(tmp_path / "hub")) == COMMIT
 
 
 def test_all_parts_of_a_quantization_are_chosen() -> None:
