@@ -56,9 +56,9 @@ class Answer:
         return None
 
 
-def temperatures_of(prompt: Prompt) -> tuple[float]:
-    """Return the one temperature at which a training prompt is answered."""
-    return (TEMPERATURES[_hash_of(prompt.id) % len(TEMPERATURES)],)
+def temperature_of(prompt: Prompt) -> float:
+    """Return the temperature at which a training prompt is answered."""
+    return TEMPERATURES[_hash_of(prompt.id) % len(TEMPERATURES)]
 
 
 def read_answers(folder: Path) -> Iterator[Answer]:
@@ -97,8 +97,8 @@ class AnswerWriter:
             )
 
     def texts(self, prompts: Sequence[Prompt]) -> Mapping[str, str]:
-        """Return the answers to training prompts as quotable texts by id, without those that loop."""
-        wanted = {(prompt.id, temperatures_of(prompt)[0]) for prompt in prompts}
+        """Return the answers to prompts as quotable texts by id, without those that loop."""
+        wanted = {(prompt.id, temperature_of(prompt)) for prompt in prompts}
         tokenizer = self._llm.tokenizer
         assert tokenizer is not None, "a target that chats has a tokenizer"
         return {

@@ -1,14 +1,13 @@
 """Puts mistakes into sentences and functions, for prompts that ask to correct them. Nothing is random."""
 
 import re
+from collections.abc import Callable
 from hashlib import sha256
 
+_OTHER_NUMBER = {"is": "are", "are": "is", "was": "were", "were": "was", "has": "have", "have": "has"}
 # Replacements of words, each tried in turn; a sentence gets the first two that change it.
-_IN_SENTENCES = (
-    (r"\b(are|were)\b", "is"),
-    (r"\bis\b", "are"),
-    (r"\bhas\b", "have"),
-    (r"\bwas\b", "were"),
+_IN_SENTENCES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (r"\b(is|are|was|were|has|have)\b", lambda match: _OTHER_NUMBER[match[0]]),
     (r"\btheir\b", "there"),
     (r"\bits\b", "it's"),
     (r"\b(an?|the) (?=[a-z])", ""),

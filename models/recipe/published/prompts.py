@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,8 +18,8 @@ from random import Random
 import yaml
 
 from ..chat_samples import Function, Message
-from . import sources
 from .mistakes import with_mistakes, with_wrong_operator
+from .sources import Sentence, Texts
 
 HELD_OUT_PER_CATEGORY = 20
 DIALOG = "dialog"
@@ -26,6 +27,7 @@ _HELD_OUT_SHARE = 6  # one topic of six
 _HELD_OUT_OPENINGS = 24  # held-out prompts of a category, more than are kept, for follow-ups
 _SYSTEM_SHARE = 0.12
 _MAX_PROMPT_CHARS = 1600
+_QUESTIONS = ("trivia", "science", "computers")  # subjects of chats that are questions about facts
 _FIELD = re.compile(r"\{([a-z]+(?:_[a-z]+)?)(_\d)?(?:\.([a-z]+))?\}")  # {list}, {list_2}, {list.attribute}
 _SETTINGS = yaml.safe_load(Path(__file__).with_name("templates.yaml").read_text(encoding="utf-8"))
 SIZES: Mapping[str, int] = _SETTINGS["sizes"]
@@ -36,7 +38,7 @@ class Prompt:
     """A row of the files. `template` is the number of the template within its category.
 
     Attributes:
-        topics: what is held out or not, as "list: name".
+        topics: what is held out or not, as "kind: name".
         messages: in OpenAI's format, without the answer.
     """
 
@@ -71,16 +73,18 @@ class _Entry:
 class PromptMaker:
     """Makes prompts from the topics of one side. The same seed and sources give the same prompts."""
 
-    def __init__(self, folder: Path, *, held_out: bool, seed: int = 0) -> None:
+    def __init__(self, texts: Texts, *, held_out: bool, seed: int = 0) -> None:
         self._random = Random(f"{seed} {held_out}")
         self._side = "held_out" if held_out else "train"
         self._free = {
             name: [_Entry("", str(text), {}) for text in of] for name, of in _SETTINGS["free"].items()
         }
-        self._topics: dict[str, list[_Entry]] = {}
-        for name, entries in _topic_lists(folder).items():
-            topics = held_out_topics(entry.topic for entry in entries)
-            self._topics[name] = [entry for entry in entries if (entry.topic in topics) == held_out]
+        lists = _topic_lists(texts)
+        topics = held_out_topics(entry.topic for entries in lists.values() for entry in entries)
+        self._topics = {
+            name: [entry for entry in entries if (entry.topic in topics) == held_out]
+            for name, entries in lists.items()
+        }
 
     def prompts(self) -> list[Prompt]:
         """Return the prompts of one turn that quote no answer, by category."""
@@ -173,9 +177,15 @@ def follow_up(planned: FollowUp, answer: str) -> Prompt:
 
 
 def held_out_topics(topics: Iterable[str]) -> set[str]:
-    """Return the topics of a list that are never trained on: one in six, those whose hashes are smallest."""
-    distinct = sorted(set(topics), key=lambda topic: hashlib.sha256(topic.encode()).digest())
-    return set(distinct[: -(-len(distinct) // _HELD_OUT_SHARE)])
+    """Return the topics that are never trained on: one in six of each kind, those of the smallest hashes."""
+    of_kind: dict[str, set[str]] = defaultdict(set)
+    for topic in topics:
+        of_kind[topic.partition(":")[0]].add(topic)
+    held_out: set[str] = set()
+    for kind in of_kind.values():
+        ranked = sorted(kind, key=lambda topic: hashlib.sha256(topic.encode()).digest())
+        held_out.update(ranked[: -(-len(ranked) // _HELD_OUT_SHARE)])
+    return held_out
 
 
 def select_held_out(prompts: Iterable[Prompt]) -> list[Prompt]:
@@ -214,26 +224,27 @@ def _num_about_answers(category: str) -> int:
     return SIZES[category] // 3 if category in _SETTINGS["about_answers"] else 0
 
 
-def _topic_lists(folder: Path) -> dict[str, list[_Entry]]:
+def _topic_lists(texts: Texts) -> dict[str, list[_Entry]]:
     lists = {
-        name: [_Entry(f"{name}: {text}", text, {}) for text in texts]
-        for name, texts in _SETTINGS["topics"].items()
+        name: [_Entry(f"{name}: {text}", text, {}) for text in entries]
+        for name, entries in _SETTINGS["topics"].items()
     }
-    words = [(_Entry(f"word: {w.name}", w.name, {"gloss": w.gloss}), w.kind) for w in sources.words(folder)]
+    words = [(_Entry(f"word: {w.name}", w.name, {"gloss": w.gloss}), w.kind) for w in texts.words]
     lists["word"] = [entry for entry, _ in words]
     for kind in ("being", "thing", "idea"):
         lists[kind] = [entry for entry, of in words if of == kind]
-    lists["sentence"] = [_sentence(each) for each in sources.sentences(folder)]
-    lists["function"] = [_function(each) for each in sources.functions(folder)]
+    lists["sentence"] = [_sentence(each) for each in texts.sentences]
+    lists["function"] = [_function(each) for each in texts.functions]
     lists["record"] = [_record(name, fields) for name, fields in _SETTINGS["records"].items()]
-    chats = sources.chats(folder)
     for name, has_answer in (("question", True), ("talk", False)):
-        of = [chat for chat in chats if (chat.subject in ("trivia", "science", "computers")) == has_answer]
+        of = [
+            chat for chat in texts.chats if (chat.subject in ("trivia", "science", "computers")) == has_answer
+        ]
         lists[name] = [_Entry(f"{name}: {chat.text}", chat.text, {}) for chat in of]
     return lists
 
 
-def _sentence(sentence: sources.Sentence) -> _Entry:
+def _sentence(sentence: Sentence) -> _Entry:
     broken = with_mistakes(sentence.text)
     attributes = {"broken": broken, "lower": sentence.text[0].lower() + sentence.text[1:]}
     return _Entry(f"sentence: {sentence.about}", sentence.text, attributes)

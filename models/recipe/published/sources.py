@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -96,6 +96,16 @@ class Chat:
     text: str
 
 
+@dataclass(frozen=True)
+class Texts:
+    """All texts, each list in a stable order."""
+
+    words: Sequence[Word]
+    sentences: Sequence[Sentence]
+    functions: Sequence[Function]
+    chats: Sequence[Chat]
+
+
 def download(folder: Path) -> None:
     """Download all packages that `folder` lacks.
 
@@ -116,7 +126,12 @@ def download(folder: Path) -> None:
             raise CheckpointError(f"{path} has the SHA-256 {found}, not {expected}. Remove it and try again.")
 
 
-def words(folder: Path) -> list[Word]:
+def read_texts(folder: Path) -> Texts:
+    """Read the downloaded packages."""
+    return Texts(_words(folder), _sentences(folder), _functions(folder), _chats(folder))
+
+
+def _words(folder: Path) -> list[Word]:
     """Return common nouns of WordNet in alphabetical order."""
     files = _wordnet(folder)
     uses: dict[str, int] = {}
@@ -139,7 +154,7 @@ def words(folder: Path) -> list[Word]:
     return [found[lemma] for lemma in sorted(found)]
 
 
-def sentences(folder: Path) -> list[Sentence]:
+def _sentences(folder: Path) -> list[Sentence]:
     """Return WordNet's example sentences of 7 to 30 words that are whole, in the order of its files."""
     found: dict[str, Sentence] = {}
     for name, text in _wordnet(folder).items():
@@ -153,7 +168,7 @@ def sentences(folder: Path) -> list[Sentence]:
     return list(found.values())
 
 
-def functions(folder: Path) -> list[Function]:
+def _functions(folder: Path) -> list[Function]:
     """Return documented Python functions of the wheels and HumanEval's problems, one of each name."""
     found: dict[str, Function] = {}
     for name in _PACKAGES:
@@ -170,7 +185,7 @@ def functions(folder: Path) -> list[Function]:
     return list(found.values())
 
 
-def chats(folder: Path) -> list[Chat]:
+def _chats(folder: Path) -> list[Chat]:
     """Return distinct first turns of the English conversations."""
     found: dict[str, Chat] = {}
     for path, text in _wheel_texts(folder / "chatterbot_corpus-1.3.3-py2.py3-none-any.whl", ".yml"):
