@@ -25,6 +25,7 @@ HELD_OUT_PER_CATEGORY = 20
 DIALOG = "dialog"
 _HELD_OUT_SHARE = 6  # one topic of six
 _HELD_OUT_OPENINGS = 24  # held-out prompts of a category, more than are kept, for follow-ups
+_FIRST_FOLLOW_UP = 100  # number of the first template of follow-ups within a category
 _SYSTEM_SHARE = 0.12
 _MAX_PROMPT_CHARS = 1600
 _QUESTIONS = ("trivia", "science", "computers")  # subjects of chats that are questions about facts
@@ -121,7 +122,9 @@ class PromptMaker:
                     text, topics = self.fill(templates[template])
                     row_id = f"{self._side}-{category}-about-{opening.id.partition('-')[2]}"
                     topics = (*opening.topics, *topics)
-                    planned.append(FollowUp(row_id, category, 100 + template, text, opening, topics))
+                    planned.append(
+                        FollowUp(row_id, category, _FIRST_FOLLOW_UP + template, text, opening, topics)
+                    )
         return planned
 
     def fill(self, template: str) -> tuple[str, tuple[str, ...]]:
@@ -160,7 +163,9 @@ class PromptMaker:
 
     def _num_follow_ups(self, category: str) -> int:
         if self._side == "held_out":
-            return 5 if category == DIALOG else 12
+            return (
+                8 if category == DIALOG else 16
+            )  # more than are kept, since answers that loop are not quoted
         if category == DIALOG:
             return SIZES[DIALOG] // len(_SETTINGS["follow_ups"])
         return _num_about_answers(category)
@@ -189,17 +194,23 @@ def held_out_topics(topics: Iterable[str]) -> set[str]:
 
 
 def select_held_out(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """Return the same number of each category; where there are follow-ups, they are up to half of it."""
-    selected: list[Prompt] = []
+    """Return the same number of each category; where there are follow-ups, these are up to half of it."""
     of_category: dict[str, list[Prompt]] = {category: [] for category in SIZES}
     for prompt in prompts:
         of_category[prompt.category].append(prompt)
-    for category, found in of_category.items():
-        later = [prompt for prompt in found if prompt.template >= 100]
-        later = later if category == DIALOG else later[: HELD_OUT_PER_CATEGORY // 2]
-        first = [prompt for prompt in found if prompt.template < 100]
-        selected += [*later, *first][:HELD_OUT_PER_CATEGORY]
+    selected: list[Prompt] = []
+    for found in of_category.values():
+        first = [prompt for prompt in found if prompt.template < _FIRST_FOLLOW_UP]
+        later = [prompt for prompt in found if prompt.template >= _FIRST_FOLLOW_UP]
+        num_later = min(len(later), HELD_OUT_PER_CATEGORY // 2) if first else HELD_OUT_PER_CATEGORY
+        selected += _spread(later, num_later) + _spread(first, HELD_OUT_PER_CATEGORY - num_later)
     return selected
+
+
+def _spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Return `count` prompts at equal distances."""
+    assert len(prompts) >= count, "too few held-out prompts"
+    return [prompts[index * len(prompts) // count] for index in range(count)]
 
 
 def write_prompts(prompts: Iterable[Prompt], path: Path) -> None:
