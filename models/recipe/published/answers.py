@@ -22,7 +22,7 @@ TEMPERATURES = (0.0, 0.7)
 MAX_ANSWER_TOKENS, MAX_MODEL_LEN = 256, 1024
 PROMPTS_PER_PART, NUM_RUNNING = 128, 64
 LOOP_TOKENS, MAX_REPEATS = 8, 4
-_MAX_QUOTED_CHARS = 900
+_MAX_QUOTED_CHARS, _MIN_QUOTED_WORDS, _MIN_DISTINCT_WORDS = 900, 12, 0.45
 
 
 @dataclass(frozen=True)
@@ -97,15 +97,16 @@ class AnswerWriter:
             )
 
     def texts(self, prompts: Sequence[Prompt]) -> Mapping[str, str]:
-        """Return the answers to prompts as quotable texts by id, without those that loop."""
+        """Return the answers to prompts as quotable texts by id, without those that say nothing or loop."""
         wanted = {(prompt.id, temperature_of(prompt)) for prompt in prompts}
         tokenizer = self._llm.tokenizer
         assert tokenizer is not None, "a target that chats has a tokenizer"
-        return {
-            answer.id: quotable(tokenizer.decode(answer.token_ids), answer.finish_reason)
+        found = (
+            (answer.id, quotable(tokenizer.decode(answer.token_ids), answer.finish_reason))
             for answer in read_answers(self._folder)
             if answer.key in wanted and answer.loop_start is None
-        }
+        )
+        return {prompt_id: text for prompt_id, text in found if is_worth_quoting(text)}
 
     def _generate(self, requests: Sequence[tuple[Prompt, float]]) -> list[Answer]:
         params = [
@@ -146,6 +147,12 @@ def quotable(text: str, finish_reason: str) -> str:
     end = max(text.rfind(mark) + 1 for mark in (". ", ".\n", "! ", "? ", "\n"))
     text = text[:end].rstrip() if end > 0 else text
     return f"{text}\n```" if text.count("```") % 2 else text
+
+
+def is_worth_quoting(text: str) -> bool:
+    """Return whether a text has a sentence or two and is not a list of the same words."""
+    words = [word for word in text.split() if not any(map(str.isdigit, word))]
+    return len(words) >= _MIN_QUOTED_WORDS and len(set(words)) >= _MIN_DISTINCT_WORDS * len(words)
 
 
 def write_training_data(folder: Path, ids: Set[str], path: Path) -> Mapping[str, tuple[int, int, int]]:

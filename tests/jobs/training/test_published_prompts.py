@@ -117,6 +117,14 @@ def test_an_answer_that_was_cut_is_quoted_up_to_a_sentence_with_its_code_block_c
     assert answers.quotable("Code:\n```python\nx = 1\ny =", "length") == "Code:\n```python\nx = 1\n```"
 
 
+def test_answers_that_say_nothing_or_repeat_their_words_are_not_quoted():
+    assert not answers.is_worth_quoting("What can I do?")
+    assert not answers.is_worth_quoting(" ".join(f"{n}. Methane:" for n in range(40)))
+    assert answers.is_worth_quoting(
+        "A kite flies since the wind pushes against it and the string holds it back."
+    )
+
+
 def test_mistakes_change_sentences_and_code_but_no_signature():
     assert with_mistakes("The dogs are in their house.") != "The dogs are in their house."
     code = "def f(a=1 + 1):\n    return a + 1"
