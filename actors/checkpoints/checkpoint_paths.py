@@ -31,7 +31,7 @@ SHAPE_FILES = (
     "mask_embedding.pt",
 )
 TOKENIZER_CODE = "tokenization_*.py"  # parsed for a pattern, never run
-_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", TOKENIZER_CODE, "mask_embedding.pt")
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "README.md", TOKENIZER_CODE, "mask_embedding.pt")
 _HUB_FILES = (*_SMALL_FILES, "*.safetensors")
 
 

@@ -19,6 +19,7 @@ from ..batch.dataset.storage import Storage
 from ..batch.openai.batch_service import BatchService
 from ..capture.collector import open_capture
 from ..checkpoints.checkpoint_paths import target_folder
+from ..checkpoints.model_card import sample_prompt
 from ..engine.async_engine import AsyncEngine
 from ..engine.lossless_audit import LosslessAudit
 from ..observability.telemetry import MetricsMirror, RequestTelemetry
@@ -36,7 +37,7 @@ from .openai.models import model_routes
 from .openai.routes import chat_routes, completion_routes
 from .openai.tokenization import tokenization_routes
 from .responses.routes import response_routes
-from .ui import ui_routes
+from .ui import USUAL_PROMPT, ui_routes
 from .wire.errors import RESPONSES, Rejection
 from .wire.json_io import JsonObject
 
@@ -98,7 +99,8 @@ def create_app(
     app.include_router(file_routes(batches))
     app.include_router(batch_routes(batches, settings.tenants))
     if settings.ui:
-        app.include_router(ui_routes(batches=batches is not None))
+        prompt = sample_prompt(target_folder(engine.config)) or USUAL_PROMPT
+        app.include_router(ui_routes(batches=batches is not None, prompt=prompt))
     gate = partial(
         RequestGate,
         settings=settings,

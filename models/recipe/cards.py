@@ -7,7 +7,7 @@ from pathlib import Path
 from ...jobs.common.tables import decimals
 from .evaluate import Figures
 
-_TARGET_CARD = """\
+_TARGET_CARD = '''\
 ---
 license: other
 license_name: psf-2.0
@@ -15,6 +15,14 @@ language: en
 library_name: transformers
 pipeline_tag: text-generation
 tags: [code, qwen3]
+widget:
+  - text: |
+      Write the function with this signature and docstring.
+
+      ```python
+      def allowed_domains(self):
+          """Return None, or the sequence of allowed domains (as a tuple)."""
+      ```
 ---
 # Manta's small target
 
@@ -41,7 +49,7 @@ nothing else and is not an assistant.
   drafter).
 
 Acceptance with `models/drafter` is on that model's card. Made by `models/recipe`.
-"""
+'''
 
 _DRAFTER_CARD = """\
 ---

@@ -6,6 +6,7 @@ it needs no key; it asks for the key, keeps it until its tab is closed, and send
 
 from __future__ import annotations
 
+import html
 from importlib.resources import files
 
 from fastapi import APIRouter, Response
@@ -13,6 +14,8 @@ from fastapi.responses import RedirectResponse
 
 PATH = "/ui"
 _NO_BATCHES = b"<body data-batches>", b"<body>"
+_PROMPT = b"<!-- the first prompt -->"
+USUAL_PROMPT = "Explain in three sentences why the sky is blue."
 # Nothing is loaded from, sent to or framed by other origins; model output is shown as text, never as HTML.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -26,10 +29,16 @@ _HEADERS = {
 }
 
 
-def ui_routes(*, batches: bool) -> APIRouter:
-    """`batches`: whether the server has batches for the page to show."""
+def ui_routes(*, batches: bool, prompt: str = USUAL_PROMPT) -> APIRouter:
+    """Return the routes.
+
+    Args:
+        batches: whether the server has batches for the page to show.
+        prompt: with which the page opens; a visitor may change it.
+    """
     router = APIRouter(include_in_schema=False)
     page = files(__name__).joinpath("page.html").read_bytes()
+    page = page.replace(_PROMPT, html.escape(prompt).encode())
     if not batches:
         page = page.replace(*_NO_BATCHES)
 

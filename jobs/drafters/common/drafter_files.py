@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal, TypeGuard, TypeVar
 
-from huggingface_hub import metadata_load
-
 from ....actors.checkpoints.checkpoint_paths import (
     SHAPE_FILES,
     TIKTOKEN_MODEL,
@@ -19,6 +17,7 @@ from ....actors.checkpoints.checkpoint_paths import (
     revision_of,
 )
 from ....actors.checkpoints.gguf_files import gguf_files
+from ....actors.checkpoints.model_card import card_metadata
 from ....cluster.errors import CheckpointError, first_line
 from ....drafter.compute.checkpoint.gguf.gguf_file import GgufFile
 from ....drafter.compute.checkpoint.gguf.gguf_folder import open_gguf_folder
@@ -88,10 +87,7 @@ def licence_of(folder: Path) -> str:
     for path in gguf_files(folder)[:1]:
         found = GgufFile(path).metadata.get("general.license")
         return found if isinstance(found, str) else ""
-    try:
-        card = metadata_load(folder / "README.md") or {}
-    except (OSError, ValueError):
-        return ""
+    card = card_metadata(folder)
     return str(card.get("license_name") or card.get("license") or "")
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from manta.actors.http.ui import ui_routes
+from manta.actors.checkpoints.model_card import sample_prompt
+from manta.actors.http.ui import USUAL_PROMPT, ui_routes
 from support import waiting
 from support.checkpoints.text_pair import LiveServer
+from support.paths import MODELS
 from support.servers.browser import FAINT, Browser, real_browser
 from support.servers.server_probes import Serve, http_client
 
@@ -35,6 +39,28 @@ def test_a_page_without_batches_requests_none() -> None:
     app = FastAPI()
     app.include_router(ui_routes(batches=False))
     assert "data-batches" not in TestClient(app).get("/ui").text
+
+
+def first_prompt(page: str) -> str:
+    (found,) = re.findall(r"<textarea[^>]*>(.*?)</textarea>", page, re.DOTALL)
+    return html.unescape(found)
+
+
+def test_the_page_opens_with_the_first_example_of_the_models_card(http: httpx.Client, tmp_path: Path) -> None:
+    shipped = sample_prompt(MODELS / "target")
+    assert shipped is not None and '"""Return None, or the sequence' in shipped
+    app = FastAPI()
+    app.include_router(ui_routes(batches=False, prompt=shipped + "</textarea>&amp;"))
+    assert first_prompt(TestClient(app).get("/ui").text) == shipped + "</textarea>&amp;"
+    assert first_prompt(http.get("/ui").text) == USUAL_PROMPT  # this server's model has no card
+    for text in (
+        "no front matter",
+        "---\nwidget: 3\n---\n",
+        "---\nwidget: [{text: ' '}]\n---\n",
+        "---\n: [\n---\n",
+    ):
+        (tmp_path / "README.md").write_text(text)
+        assert sample_prompt(tmp_path) is None
 
 
 # Runs functions of the page without a browser: what its line of acceptance says about each text of metrics.
