@@ -1,6 +1,7 @@
 """Compares published GGUF models with transformers and llama.cpp, token by token.
 
-    python tests/trials published_models FILE.gguf ... [--short] [--llama-perplexity PROGRAM] [-o OUTPUT.json]
+    python tests/trials published_models FILE.gguf ... [--short] [--llama-perplexity PROGRAM]
+        [--only answers | server] [-o OUTPUT.json]
 
 For each file, in fp32: greedy answers to chats and continuations of texts, two of them of 6,000 tokens, are
 those of transformers on the weights that it dequantizes itself. In fp32 and in the default dtype: drafts by
@@ -233,6 +234,10 @@ def memory(pid: int, kind: str) -> int:
     return int(kilobytes) * 1024
 
 
+def read_figures(output: Path | None) -> dict[str, dict[str, Any]]:
+    return json.loads(output.read_text()) if output is not None and output.is_file() else {}
+
+
 def random_drafter(file: Path, folder: Path) -> Path:
     """Write a DFlash drafter with random weights for the target."""
     config = transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
@@ -246,21 +251,25 @@ def main() -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--short", action="store_true", help="a sixth of the prompts")
     parser.add_argument("--llama-perplexity", type=Path, metavar="PROGRAM")
-    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--only", choices=("answers", "server"), help="one half of the trial")
+    parser.add_argument("-o", "--output", type=Path, help="JSON, to which figures are added")
     options = parser.parse_args()
     for file in options.files:
         if not file.is_file():
             raise SystemExit(f"{file} is no file")
-    figures, num_wrong = {}, 0
+    figures = read_figures(options.output)
+    num_wrong = 0
     for file in options.files:
         model = Model(file.resolve(), share=SHORT if options.short else 1)
-        model.measure_server()
-        prompts = model.prompts()
-        model.compare_with_transformers(prompts)
-        model.compare_drafts([p for p in prompts if len(p) < 400][: 2 if options.short else 6])
-        model.compare_perplexity(options.llama_perplexity)
+        if options.only != "answers":
+            model.measure_server()
+        if options.only != "server":
+            prompts = model.prompts()
+            model.compare_with_transformers(prompts)
+            model.compare_drafts([p for p in prompts if len(p) < 400][: 2 if options.short else 6])
+            model.compare_perplexity(options.llama_perplexity)
         num_wrong += model.num_wrong
-        figures[file.name] = model.figures
+        figures[file.name] = figures.get(file.name, {}) | model.figures
         if options.output is not None:
             options.output.write_text(json.dumps(figures, indent=1) + "\n")
     return int(num_wrong > 0)
