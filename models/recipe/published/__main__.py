@@ -1,8 +1,8 @@
 """`python -m manta.models.recipe.published COMMAND`: the commands, in the order in which they are used."""
 
 import sys
+from collections.abc import Sequence
 from datetime import datetime
-from enum import StrEnum
 from pathlib import Path
 from random import Random
 from typing import Annotated
@@ -12,71 +12,93 @@ import typer
 from ....cluster.errors import MantaError
 from ....jobs.common.tables import print_table
 from . import sources
-from .answers import TEMPERATURES, AnswerWriter, temperature_of, write_training_data
-from .prompts import PromptMaker, follow_up, read_prompts, select_held_out, write_prompts
+from .answers import (
+    TEMPERATURES,
+    AnswerWriter,
+    read_answers,
+    temperature_of,
+    write_training_data,
+)
+from .prompts import (
+    FollowUp,
+    Prompt,
+    PromptMaker,
+    follow_up,
+    read_prompts,
+    select_held_out,
+    write_prompts,
+)
 
-HERE = Path(__file__).parent
 WORK_DIR = Path("out/published")
+HELD_OUT_FILE = Path(__file__).with_name("held_out.jsonl")
+PROMPTS_PER_ROUND = 512
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
-
-
-class Side(StrEnum):
-    HELD_OUT = "held_out"
-    TRAIN = "train"
-
-    def file(self, folder: Path) -> Path:
-        """Return the path of the side's prompts."""
-        return folder / ("train.jsonl.gz" if self is Side.TRAIN else "held_out.jsonl")
-
 
 Model = Annotated[str, typer.Option("-m", "--model", help="Folder, GGUF file or hub id of the target.")]
 WorkDir = Annotated[
     Path, typer.Option("--work-dir", help="Folder of downloads and answers; reuse it to resume.")
 ]
-Prompts = Annotated[Path, typer.Option("--prompts", help="Folder of train.jsonl.gz and held_out.jsonl.")]
 
 
 @app.command()
-def prompts(side: Side, model: Model, work_dir: WorkDir = WORK_DIR, prompts: Prompts = HERE) -> None:
-    """Make the prompts. The target answers those that a second turn follows, or that a prompt quotes."""
-    sources.download(work_dir / "sources")
-    maker = PromptMaker(sources.read_texts(work_dir / "sources"), held_out=side is Side.HELD_OUT)
-    made = maker.prompts()
-    planned = maker.open_follow_ups(made)
-    openings = [each.opening for each in planned]
-    # A training prompt's answer is training data, whatever follows; held-out ones are answered again.
-    with AnswerWriter(model, work_dir / ("answers" if side is Side.TRAIN else "openings"), _report) as writer:
-        writer.answer((prompt, temperature_of(prompt)) for prompt in openings)
-        texts = writer.texts(openings)
-    made += [follow_up(each, texts[each.opening.id]) for each in planned if each.opening.id in texts]
-    if side is Side.HELD_OUT:
-        made = select_held_out(made)
-    else:
-        Random(0).shuffle(made)
-    write_prompts(made, side.file(prompts))
-    _report(f"{len(made)} prompts in {side.file(prompts)}")
+def held_out(
+    model: Model,
+    work_dir: WorkDir = WORK_DIR,
+    file: Annotated[
+        Path, typer.Option("--prompts", help="File of the prompts; made if missing.")
+    ] = HELD_OUT_FILE,
+) -> None:
+    """Answer the held-out prompts at both temperatures."""
+    if not file.exists():
+        maker = _maker(work_dir, held_out=True)
+        prompts = maker.prompts()
+        planned = maker.plan_follow_ups(prompts)
+        with AnswerWriter(model, work_dir / "openings", _report) as writer:
+            writer.answer((each.opening, temperature_of(each.opening)) for each in planned)
+            prompts += _follow_ups(planned, writer)
+        write_prompts(select_held_out(prompts), file)
+    with AnswerWriter(model, work_dir / "held_out", _report) as writer:
+        prompts = read_prompts(file)
+        writer.answer((prompt, temperature) for temperature in TEMPERATURES for prompt in prompts)
 
 
 @app.command()
-def answers(side: Side, model: Model, work_dir: WorkDir = WORK_DIR, prompts: Prompts = HERE) -> None:
-    """Answer the prompts: half of the training prompts greedily, held-out ones at both temperatures."""
-    made = read_prompts(side.file(prompts))
-    if side is Side.TRAIN:
-        requests = [(prompt, temperature_of(prompt)) for prompt in made]
-    else:
-        requests = [(prompt, temperature) for temperature in TEMPERATURES for prompt in made]
-    folder = work_dir / ("answers" if side is Side.TRAIN else "held_out")
-    with AnswerWriter(model, folder, _report) as writer:
-        writer.answer(requests)
+def train(model: Model, work_dir: WorkDir = WORK_DIR) -> None:
+    """Make the training prompts, WORK_DIR/prompts.jsonl.gz, and answer them, half of them greedily.
+
+    Categories are mixed from the first answer on, so that the answers can be used before all are there.
+    """
+    maker = _maker(work_dir, held_out=False)
+    first_turns = maker.prompts()
+    planned = {each.opening.id: each for each in maker.plan_follow_ups(first_turns)}
+    Random(0).shuffle(first_turns)
+    prompts, later = [*first_turns], list[Prompt]()
+    with AnswerWriter(model, work_dir / "answers", _report) as writer:
+        for at in range(0, len(first_turns) + PROMPTS_PER_ROUND, PROMPTS_PER_ROUND):
+            write_prompts(prompts, work_dir / "prompts.jsonl.gz")
+            part = first_turns[at : at + PROMPTS_PER_ROUND]
+            writer.answer((prompt, temperature_of(prompt)) for prompt in (*later, *part))
+            later = _follow_ups([planned[prompt.id] for prompt in part if prompt.id in planned], writer)
+            prompts += later
+            _report(f"{min(at + len(part), len(first_turns))} of {len(first_turns)} first turns are answered")
 
 
 @app.command()
-def data(work_dir: WorkDir = WORK_DIR, prompts: Prompts = HERE) -> None:
+def data(work_dir: WorkDir = WORK_DIR) -> None:
     """Write WORK_DIR/train.jsonl for `manta drafter train --data`: all answers, cut where they loop."""
-    ids = {prompt.id for prompt in read_prompts(Side.TRAIN.file(prompts))}
-    counts = write_training_data(work_dir / "answers", ids, work_dir / "train.jsonl")
+    counts = write_training_data(read_answers(work_dir / "answers"), work_dir / "train.jsonl")
     rows = [[name, f"{n}", f"{looping / n:.0%}", f"{kept}"] for name, (n, looping, kept) in counts.items()]
     print_table("Training data", ["category", "answers", "loop", "tokens"], rows)
+
+
+def _maker(work_dir: Path, *, held_out: bool) -> PromptMaker:
+    sources.download(work_dir / "sources")
+    return PromptMaker(sources.read_texts(work_dir / "sources"), held_out=held_out)
+
+
+def _follow_ups(planned: Sequence[FollowUp], writer: AnswerWriter) -> list[Prompt]:
+    texts = writer.texts([each.opening for each in planned])
+    return [follow_up(each, texts[each.opening.id]) for each in planned if each.opening.id in texts]
 
 
 def _report(line: str) -> None:

@@ -8,8 +8,8 @@ temperatures. Called by `__main__.py`.
 import hashlib
 import json
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -155,22 +155,23 @@ def is_worth_quoting(text: str) -> bool:
     return len(words) >= _MIN_QUOTED_WORDS and len(set(words)) >= _MIN_DISTINCT_WORDS * len(words)
 
 
-def write_training_data(folder: Path, ids: Set[str], path: Path) -> Mapping[str, tuple[int, int, int]]:
-    """Write the answers to the prompts `ids`, cut where they loop, for `manta drafter train --data`.
+def write_training_data(answers: Iterable[Answer], path: Path) -> Mapping[str, tuple[int, int, int]]:
+    """Write answers, cut where they loop, to a file for `manta drafter train --data`.
 
     Returns the numbers of answers, of those that loop, and of tokens kept, by category.
     """
-    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    counts: dict[str, tuple[int, int, int]] = {}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
-        for answer in (each for each in read_answers(folder) if each.id in ids):
+        for answer in answers:
             kept = answer.token_ids[: answer.loop_start]
             row = {"id": answer.id, "category": answer.category, "temperature": answer.temperature}
             row |= {"prompt_token_ids": answer.prompt_token_ids, "token_ids": kept}
             file.write(json.dumps(row) + "\n")
-            count = counts[answer.category]
-            count[:] = count[0] + 1, count[1] + (len(kept) < len(answer.token_ids)), count[2] + len(kept)
-    return {category: (count[0], count[1], count[2]) for category, count in sorted(counts.items())}
+            num, looping, tokens = counts.get(answer.category, (0, 0, 0))
+            loops = len(kept) < len(answer.token_ids)
+            counts[answer.category] = num + 1, looping + loops, tokens + len(kept)
+    return dict(sorted(counts.items()))
 
 
 def _hash_of(prompt_id: str) -> int:

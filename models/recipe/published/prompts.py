@@ -2,7 +2,7 @@
 
 A topic (a word, a function, a task, a schema) is held out by the hash of its name, on every machine alike. A
 prompt has held-out topics only, or none. Some prompts quote an answer of the target or continue a dialog with
-it: `open_follow_ups` plans them, `follow_up` makes them from the answer. Called by `__main__.py`.
+it: `plan_follow_ups` plans them, `follow_up` makes them from the answer. Called by `__main__.py`.
 """
 
 import gzip
@@ -104,7 +104,7 @@ class PromptMaker:
                     found.setdefault(text, Prompt(row_id, category, template, topics, self._messages(text)))
         return list(found.values())
 
-    def open_follow_ups(self, prompts: Sequence[Prompt]) -> list[FollowUp]:
+    def plan_follow_ups(self, prompts: Sequence[Prompt]) -> list[FollowUp]:
         """Plan prompts about answers and second turns; no prompt opens two."""
         left: dict[str, list[Prompt]] = {category: [] for category in SIZES}
         for prompt in self._random.sample(prompts, len(prompts)):

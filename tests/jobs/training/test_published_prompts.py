@@ -13,6 +13,7 @@ from manta.models.recipe.corpus import library_files
 from manta.models.recipe.published import answers, prompts
 from manta.models.recipe.published.mistakes import with_mistakes, with_wrong_operator
 from manta.models.recipe.published.sources import Chat, Sentence, Texts, Word
+from support.paths import MODELS
 
 HELD_OUT = Path(prompts.__file__).with_name("held_out.jsonl")
 
@@ -45,7 +46,7 @@ def made(texts: Texts) -> dict[bool, list[prompts.Prompt]]:
 def all_prompts(texts: Texts, *, held_out: bool) -> list[prompts.Prompt]:
     maker = prompts.PromptMaker(texts, held_out=held_out)
     first = maker.prompts()
-    planned = maker.open_follow_ups(first)
+    planned = maker.plan_follow_ups(first)
     return first + [prompts.follow_up(each, "The answer of the target.") for each in planned]
 
 
@@ -96,19 +97,32 @@ def test_files_of_prompts_read_back_and_equal_prompts_give_equal_bytes(
 def test_a_looping_answer_keeps_four_repetitions_in_the_training_data(tmp_path: Path):
     phrase, opening = list(range(100, 110)), [1, 2, 3]
     rows = {"loops": opening + phrase * 9, "ends": opening + phrase * 4}
-    (tmp_path / "part-00000.jsonl").write_text(
-        "".join(
-            json.dumps(vars(answers.Answer(name, "story", 0.0, 1, "length", [7, 8], ids))) + "\n"
-            for name, ids in rows.items()
-        )
+    parts = "".join(
+        json.dumps(vars(answers.Answer(name, "story", 0.0, 1, "length", [7, 8], ids))) + "\n"
+        for name, ids in rows.items()
     )
-    counts = answers.write_training_data(tmp_path, rows.keys(), tmp_path / "train.jsonl")
+    (tmp_path / "part-00000.jsonl").write_text(parts)
+    counts = answers.write_training_data(answers.read_answers(tmp_path), tmp_path / "train.jsonl")
     assert counts == {"story": (2, 1, 86)}
     settings = AnswerSettings("", None, max_tokens=16, longest=256)
     data = gather([str(tmp_path / "train.jsonl")], settings, tmp_path, lambda line: None)
     assert data.first.tolist() == [2, 2]
     assert data.ids[data.bounds[0] : data.bounds[1]].tolist() == [7, 8, *opening, *phrase * 4]
     assert data.ids[data.bounds[1] :].tolist() == [7, 8, *rows["ends"]]
+
+
+def test_a_second_run_answers_only_what_has_no_answer(
+    tmp_path: Path, made: dict[bool, list[prompts.Prompt]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(answers, "MAX_ANSWER_TOKENS", 24)
+    first, second = made[True][:2]
+    for requests in ([(first, 0.0)], [(first, 0.0), (first, 0.7), (second, 0.7)]):
+        with answers.AnswerWriter(str(MODELS / "target"), tmp_path, lambda line: None) as writer:
+            writer.answer(requests)
+    found = list(answers.read_answers(tmp_path))
+    assert [answer.key for answer in found] == [(first.id, 0.0), (first.id, 0.7), (second.id, 0.7)]
+    assert found[0].prompt_token_ids == found[1].prompt_token_ids
+    assert all(1 < len(answer.token_ids) <= 24 for answer in found)
 
 
 def test_an_answer_that_was_cut_is_quoted_up_to_a_sentence_with_its_code_block_closed():
