@@ -85,10 +85,11 @@ def train(model: Model, work_dir: WorkDir = WORK_DIR) -> None:
 
 @app.command()
 def data(work_dir: WorkDir = WORK_DIR) -> None:
-    """Write WORK_DIR/train.jsonl for `manta drafter train --data`: all answers, cut where they loop."""
-    counts = write_training_data(read_answers(work_dir / "answers"), work_dir / "train.jsonl")
-    rows = [[name, f"{n}", f"{looping / n:.0%}", f"{kept}"] for name, (n, looping, kept) in counts.items()]
-    print_table("Training data", ["category", "answers", "loop", "tokens"], rows)
+    """Write WORK_DIR/train.jsonl for `manta drafter train --data` and held_out.jsonl, cut at loops."""
+    for folder, name in (("answers", "train.jsonl"), ("held_out", "held_out.jsonl")):
+        counts = write_training_data(read_answers(work_dir / folder), work_dir / name)
+        rows = [[key, f"{n}", f"{looping / n:.0%}", f"{kept}"] for key, (n, looping, kept) in counts.items()]
+        print_table(name, ["category and temperature", "answers", "loop", "tokens"], rows)
 
 
 def _maker(work_dir: Path, *, held_out: bool) -> PromptMaker:

@@ -158,7 +158,8 @@ def is_worth_quoting(text: str) -> bool:
 def write_training_data(answers: Iterable[Answer], path: Path) -> Mapping[str, tuple[int, int, int]]:
     """Write answers, cut where they loop, to a file for `manta drafter train --data`.
 
-    Returns the numbers of answers, of those that loop, and of tokens kept, by category.
+    Returns the numbers of answers, of those that loop, and of tokens kept, by category and
+    temperature.
     """
     counts: dict[str, tuple[int, int, int]] = {}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,9 +169,10 @@ def write_training_data(answers: Iterable[Answer], path: Path) -> Mapping[str, t
             row = {"id": answer.id, "category": answer.category, "temperature": answer.temperature}
             row |= {"prompt_token_ids": answer.prompt_token_ids, "token_ids": kept}
             file.write(json.dumps(row) + "\n")
-            num, looping, tokens = counts.get(answer.category, (0, 0, 0))
+            kind = f"{answer.category}, {answer.temperature}"
+            num, looping, tokens = counts.get(kind, (0, 0, 0))
             loops = len(kept) < len(answer.token_ids)
-            counts[answer.category] = num + 1, looping + loops, tokens + len(kept)
+            counts[kind] = num + 1, looping + loops, tokens + len(kept)
     return dict(sorted(counts.items()))
 
 

@@ -103,7 +103,7 @@ def test_a_looping_answer_keeps_four_repetitions_in_the_training_data(tmp_path: 
     )
     (tmp_path / "part-00000.jsonl").write_text(parts)
     counts = answers.write_training_data(answers.read_answers(tmp_path), tmp_path / "train.jsonl")
-    assert counts == {"story": (2, 1, 86)}
+    assert counts == {"story, 0.0": (2, 1, 86)}
     settings = AnswerSettings("", None, max_tokens=16, longest=256)
     data = gather([str(tmp_path / "train.jsonl")], settings, tmp_path, lambda line: None)
     assert data.first.tolist() == [2, 2]
