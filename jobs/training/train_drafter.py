@@ -12,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from .loop.training_loop import CURVES, Length, LoopSettings, Report, Step, Step
 _TUNED_WIDTH = 192  # hidden size of the shipped pair, on which the learning rates were tuned
 DATA, HELD_OUT = "data.npz", "held-out.npz"
 _MAX_FAILURES = 3
+# mallopt's parameters: the value in training, and glibc's own. M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD.
+_MALLOC = {-4: (0, 65536), -1: (2**31 - 1, 128 * 1024), -2: (256 * 2**20, 128 * 1024)}
 # Target, settings (Any: those of its kind), initial drafter, mask token, longest sequence, device.
 MakeTrainable = Callable[[str | Path, Any, Path | None, int | None, int, torch.device], Trainable]
 
@@ -64,6 +67,28 @@ class Trained:
         )
 
 
+@contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """Make glibc keep freed large blocks: mapping them again per tensor takes a third of a step's time.
+
+    Afterwards it gives them back, and behaves as by default.
+    """
+    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    mallopt, trim = getattr(library, "mallopt", None), getattr(library, "malloc_trim", None)
+    if mallopt is None or trim is None:
+        yield
+        return
+    for parameter, (value, _) in _MALLOC.items():
+        mallopt(parameter, value)
+    try:
+        yield
+    finally:
+        for parameter, (_, usual) in _MALLOC.items():
+            mallopt(parameter, usual)
+        trim(0)
+
+
+@freed_memory_kept()
 def train(
     target: str | Path,
     data: Continuations,
@@ -91,7 +116,6 @@ def train(
         make: makes the drafter; `models/recipe/eagle3.py` has another one.
         workers: train together (`run_on_workers`); each of them calls this function.
     """
-    keep_freed_memory()
     settings, workers = settings or RECIPES["dflash"], workers or SingleRank()
     _check_data(data, held_out, settings.batch_size * workers.world_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -142,19 +166,6 @@ def machine() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{torch.get_num_threads()} cores of {platform.processor() or platform.machine()}"
-
-
-def keep_freed_memory() -> None:
-    """Make glibc keep freed large blocks: mapping them again per tensor takes a third of a step's time."""
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return
-    trim_threshold, top_pad, mmap_max = -1, -2, -4
-    mallopt(mmap_max, 0)
-    mallopt(trim_threshold, 2**31 - 1)
-    mallopt(top_pad, 256 * 2**20)
 
 
 @dataclass(frozen=True)

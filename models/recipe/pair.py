@@ -30,7 +30,7 @@ from ...jobs.training.heads.recipes import RECIPES, DrafterSettings
 from ...jobs.training.heads.trainables import read_target
 from ...jobs.training.loop.continuations import TEMPERATURES, Continuations, write_continuations
 from ...jobs.training.loop.training_loop import SNAPSHOT, Length, Report, load_snapshot
-from ...jobs.training.train_drafter import keep_freed_memory, machine, train
+from ...jobs.training.train_drafter import freed_memory_kept, machine, train
 from . import corpus
 from .cards import PairFacts, RunFacts, write_cards
 from .chat_samples import IM_END
@@ -85,8 +85,8 @@ def train_pair(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    keep_freed_memory()
-    return _PairJob(output_dir, work_dir, hours * 3600, report).run()
+    with freed_memory_kept():
+        return _PairJob(output_dir, work_dir, hours * 3600, report).run()
 
 
 class _PairJob:

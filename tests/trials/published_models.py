@@ -96,7 +96,8 @@ class Model:
         return [*chats[:: self._share], *texts[: -2 : self._share], *texts[-2:][:num_long]]
 
     def compare_with_transformers(self, prompts: Sequence[list[int]]) -> None:
-        llm = LLM(str(self.file), dtype="float32", max_model_len=LONG_TOKENS + ANSWER_TOKENS + 1)
+        longest = max(map(len, prompts)) + ANSWER_TOKENS
+        llm = LLM(str(self.file), dtype="float32", max_model_len=longest + 1)
         params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
         answers = [
             each.outputs[0] for each in llm.generate([{"prompt_token_ids": p} for p in prompts], params)

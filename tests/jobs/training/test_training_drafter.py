@@ -1,5 +1,6 @@
 """Drafter training: what a block sees, which positions count, and that a killed run loses nothing."""
 
+import ctypes
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from manta.jobs.training.loop.training_loop import (
     load_snapshot,
     save_snapshot,
 )
+from manta.jobs.training.train_drafter import freed_memory_kept
 from support.checkpoints.training_targets import CPU, continuations, random_target, small_config, write_target
 from torch.nn import functional as F
 
@@ -182,3 +184,25 @@ def test_a_new_drafter_is_initialized_with_layers_of_the_target(target: Path):
         assert torch.equal(ours.mlp.down_proj.weight, layer.mlp.down_proj.weight)
         assert torch.equal(ours.self_attn.k_proj.weight, layer.self_attn.k_proj.weight)
     assert torch.equal(drafter.norm.weight, random_target().model.norm.weight)
+
+
+class Mallinfo2(ctypes.Structure):
+    _fields_ = (("sizes", ctypes.c_size_t * 10),)  # the fourth is hblks
+
+
+def num_mapped_blocks() -> int:
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = Mallinfo2
+    return mallinfo2().sizes[3]
+
+
+def test_large_blocks_are_mapped_one_by_one_again_after_training() -> None:
+    for _ in range(2):
+        before = num_mapped_blocks()
+        with freed_memory_kept():
+            block = torch.empty(2**26, dtype=torch.uint8)
+            assert num_mapped_blocks() == before
+            del block
+        block = torch.empty(2**26, dtype=torch.uint8)
+        assert num_mapped_blocks() == before + 1
+        del block

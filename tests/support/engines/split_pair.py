@@ -93,5 +93,5 @@ class Pair:
 
     def close(self) -> None:
         self.remote.disconnect()
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=240)
         assert not self._thread.is_alive(), "it ends when nobody needs it"
