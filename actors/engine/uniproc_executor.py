@@ -8,11 +8,12 @@ from ...cluster.config import EngineConfig
 from ...cluster.errors import EngineDeadError
 from ...cluster.request.structured_outputs import Grammar
 from ...cluster.step.clock import MACHINE_CLOCK, EngineClock
-from ...cluster.step.executor import DrafterHealth, Executor
+from ...cluster.step.executor import DrafterHealth, Executor, ExecutorInfo
 from ...cluster.step.scheduler_output import SchedulerOutput, StepResult
 
 if TYPE_CHECKING:
     from ..targets.loading.drafter_swap import DrafterSwap
+    from ..targets.loading.load_plan import LoadPlan
     from ..targets.runners.runner_interface import Runner
 
 
@@ -28,19 +29,23 @@ class InProcessExecutor:
         from ..system.torch_threads import thread_setter
         from ..targets.loading.cpu_autotune import time_configs
         from ..targets.loading.drafter_swap import DrafterSwap
-        from ..targets.loading.rank_loader import Checkpoints, plan_load, start_runner
 
         assert not config.needs_ray, "tensor parallelism and a split drafter need processes of their own"
         self._users_threads = torch.get_num_threads()
         torch.set_num_threads(config.num_threads or owned_cores())
         if "auto" in (config.dtype, config.attention_backend) and not torch.cuda.is_available():
             time_configs(torch.get_num_threads())
-        plan = plan_load(config)
-        runner, self.info = start_runner(plan, Checkpoints())
+        plan, runner, self.info = self._load(config)
         self._runner: Runner | None = runner
         self._exchange: DrafterSwap | None = DrafterSwap(plan, runner)
         self._num_swaps = 0
         self._set_threads = thread_setter(self.info)  # those that the backend leaves to PyTorch
+
+    def _load(self, config: EngineConfig) -> tuple[LoadPlan, Runner, ExecutorInfo]:
+        from ..targets.loading.rank_loader import Checkpoints, plan_load, start_runner
+
+        plan = plan_load(config)
+        return plan, *start_runner(plan, Checkpoints())
 
     @property
     def drafter_health(self) -> DrafterHealth:

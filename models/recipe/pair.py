@@ -28,7 +28,8 @@ from ...jobs.training.heads.initialization import continued, drafter_config, fac
 from ...jobs.training.heads.offline_proposals import BlockProposals
 from ...jobs.training.heads.recipes import RECIPES, DrafterSettings
 from ...jobs.training.heads.trainables import read_target
-from ...jobs.training.loop.continuations import TEMPERATURES, Continuations, write_continuations
+from ...jobs.training.loop.answering import TEMPERATURES, write_continuations
+from ...jobs.training.loop.continuations import Continuations
 from ...jobs.training.loop.training_loop import SNAPSHOT, Length, Report, load_snapshot
 from ...jobs.training.train_drafter import freed_memory_kept, machine, train
 from . import corpus

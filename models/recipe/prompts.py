@@ -8,7 +8,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ...actors.llm import LLM
-from ...jobs.training.loop.continuations import NUM_RUNNING, ContinuationRequest, generator
+from ...cluster.request.request import SamplingParams
+from ...jobs.training.loop.answering import NUM_RUNNING
+from ...jobs.training.loop.continuations import ContinuationRequest
 from .chat_samples import render_chat
 from .corpus import CorpusFile
 from .prompt_selection import (
@@ -80,7 +82,17 @@ def held_out_answers(
     """Return the questions and answers of each temperature. A prompt's seed is its index."""
     encoded = [tuple(tokenizer.encode(prompt.text, add_special_tokens=False).ids) for prompt in prompts]
     with LLM(str(target_dir), max_num_seqs=NUM_RUNNING) as llm:
-        generate = generator(llm, EVALUATION_TOKENS)
+
+        def generate(asked: Sequence[ContinuationRequest]) -> list[list[int]]:
+            params = [
+                SamplingParams(
+                    temperature=q.temperature, seed=q.seed, max_tokens=EVALUATION_TOKENS, detokenize=False
+                )
+                for q in asked
+            ]
+            outputs = llm.generate([list(q.prompt_ids) for q in asked], params)
+            return [list(output.outputs[0].token_ids) for output in outputs]
+
         requests = [
             [ContinuationRequest(ids, temperature, seed) for seed, ids in enumerate(encoded)]
             for temperature in temperatures

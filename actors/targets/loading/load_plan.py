@@ -54,6 +54,7 @@ class LoadPlan:
         pages: which layers' K and V share pages, and where they lie.
         draft_window: most tokens of context that a layer of `drafter` sees; None: no limit.
         doubts: sentences about checkpoints that are odd, and no errors.
+        recorded_layers: without a drafter, 0-based layers whose outputs steps return (`target_recorder.py`).
     """
 
     config: EngineConfig
@@ -71,6 +72,7 @@ class LoadPlan:
     pages: KVCacheLayout
     draft_window: int | None = None
     doubts: tuple[str, ...] = ()
+    recorded_layers: tuple[int, ...] = ()
 
     @property
     def runs_on_device(self) -> bool:
@@ -111,7 +113,7 @@ class LoadPlan:
 
     @property
     def tap_ids(self) -> tuple[int, ...]:
-        return self.drafter.target_layer_ids if self.drafter else ()
+        return self.drafter.target_layer_ids if self.drafter else self.recorded_layers
 
     @property
     def split(self) -> bool:

@@ -10,6 +10,8 @@ from ....cluster.errors import ConfigError
 from ....cluster.flag import Flag
 from ...common.options import check_least
 
+SHIPPED_PROMPTS = Path("models/prompts.jsonl")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptOptions:
@@ -20,8 +22,11 @@ class AdaptOptions:
         target: folder, GGUF file or hub id of the target.
         data: folder of --capture, or JSONL with `prompt` or `messages` in each line.
         output: new folder for the adapted drafter; written only if the drafter is better.
-        minutes: time for generating answers and training, without the measurements.
+        minutes: time for generating answers (at most a quarter of it) and training, without the measurements.
         replay: general text against forgetting, in the format of --data.
+        chat: answer texts of `prompt` as messages of a user, through the target's chat template, or complete
+            them as they are. By default as messages if the target has a chat template; the shipped prompts
+            are completed.
         min_gain: required relative gain of tokens per step on the new text.
         num_threads: threads of torch on a CPU.
     """
@@ -31,7 +36,8 @@ class AdaptOptions:
     data: Path
     output: Annotated[Path, Flag("-o")]
     minutes: float = 20.0
-    replay: Path = Path("models/prompts.jsonl")
+    replay: Path = SHIPPED_PROMPTS
+    chat: Annotated[bool | None, Flag("--chat/--raw")] = None
     min_gain: float = 0.05
     num_threads: int | None = None
 
@@ -65,11 +71,13 @@ class TrainOptions:
         head: part or kind of drafter that is trained.
         initial: drafter to start from; by default layers of the target.
         steps: steps of the run; by default 6 epochs.
-        hours: time for training, in place of steps.
+        hours: time for everything, in place of steps: at most a quarter for answers, the rest for training.
         layers: layers of a new drafter, by default 3; with --from, a larger number adds layers that start as
             identity.
         block_size: block size of a new drafter; by default 16.
         mask_token_id: mask token of a new drafter; by default one that occurs neither in text nor in chats.
+        chat: answer texts of `prompt` as messages of a user, through the target's chat template, or complete
+            them as they are. By default as messages if the target has a chat template.
         max_tokens: maximum tokens of an answer that the target generates.
         workers: number of GPUs (or cores) of a Ray cluster to train on; by default this process.
         num_threads: threads of torch on a CPU.
@@ -85,6 +93,7 @@ class TrainOptions:
     layers: int | None = None
     block_size: int | None = None
     mask_token_id: int | None = None
+    chat: Annotated[bool | None, Flag("--chat/--raw")] = None
     max_tokens: int = 192
     workers: int | None = None
     num_threads: int | None = None

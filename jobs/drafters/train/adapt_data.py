@@ -17,22 +17,24 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ....actors.batch.dataset.row_requests import RowSchema, category_of
 from ....actors.capture.records import is_captured
+from ....actors.checkpoints.checkpoint_paths import shipped
 from ....actors.system.atomic_files import write_json
 from ....actors.tokenization.tokenizer import Tokenizer
-from ....cluster.errors import ConfigError, DatasetError
-from ...bench.common.engine_passes import read_rows
-from ...bench.common.request_source import encode_rows
-from ...training.loop.continuations import (
+from ....cluster.errors import ConfigError, DatasetError, brief
+from ...training.loop.answering import (
+    ANSWERS_SHARE,
     TEMPERATURES,
-    ContinuationRequest,
-    Continuations,
+    seconds_left,
+    seconds_used,
     write_continuations,
 )
-from .train_data import captured_completions
+from ...training.loop.continuations import ContinuationRequest, Continuations
+from ..common.options import SHIPPED_PROMPTS
+from .train_data import COMPLETED, Record, captured_completions, prompt_ids, prompt_rows, read_records
 
 NEW_ONE_IN, OLD_ONE_IN = 5, 2  # one of this many prompts is held out
-ANSWERS_SHARE = 0.2  # of the time, for generating answers where they are missing
 MAX_MEASURED = 48  # held-out prompts of a category
 MIN_MEASURED = 8
 WATCHED = 16
@@ -59,6 +61,7 @@ class AdaptRunKey:
     data: str
     replay: str
     minutes: float
+    chat: bool | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,19 +85,31 @@ class Text:
         return Continuations.join([*[self.new] * times_new, *[self.old] * times_old])
 
 
-def read_examples(path: Path, tokenizer: Tokenizer, field: str) -> list[Example]:
-    """Read a folder of captured traffic, or a JSONL file with `prompt` or `messages` in each line."""
+def read_examples(path: Path, tokenizer: Tokenizer, field: str, rows: RowSchema = COMPLETED) -> list[Example]:
+    """Read a folder of captured traffic, or a file of rows with `prompt` or `messages`."""
+    if not path.exists():
+        raise DatasetError(f"{field}: {path} does not exist.", param=field)
     if path.is_dir() or is_captured(path):
         found = [
             Example(each.prompt_token_ids, each.token_ids[:MAX_ANSWER_TOKENS], each.category or "all")
             for each in captured_completions(path)
         ]
     else:
-        rows = encode_rows(read_rows(path), tokenizer)
-        found = [Example(tuple(row.prompt), None, row.category) for row in rows]
+        found = [
+            Example(_prompt_of(record, rows, tokenizer, field), None, category_of(record, rows) or "all")
+            for record in read_records(str(path))
+        ]
     if not found:
         raise DatasetError(f"{field}: {path} contains no prompts.", param=field)
     return [replace(each, prompt=each.prompt[-MAX_PROMPT_TOKENS:]) for each in found[-MAX_EXAMPLES:]]
+
+
+def _prompt_of(record: Record, rows: RowSchema, tokenizer: Tokenizer, field: str) -> tuple[int, ...]:
+    prompt = prompt_ids(record, rows, tokenizer)
+    if prompt is None:
+        has = brief(sorted(record))
+        raise DatasetError(f"{field}: a row has neither messages nor prompt; it has {has}.", param=field)
+    return prompt
 
 
 def is_held_out(prompt: Sequence[int], one_in: int) -> bool:
@@ -107,17 +122,20 @@ def prepare_text(key: AdaptRunKey, folder: Path, tokenizer: Tokenizer, report: C
     text_file = folder / "text.json"
     if text_file.exists():
         return _load(key, folder, text_file)
-    new, new_out = _split(Path(key.data), NEW_ONE_IN, tokenizer, "data")
-    old, old_out = _split(Path(key.replay), OLD_ONE_IN, tokenizer, "replay")
+    rows = prompt_rows(key.target, key.chat)
+    new, new_out = _split(Path(key.data), NEW_ONE_IN, tokenizer, "data", rows)
+    if Path(key.replay) == SHIPPED_PROMPTS:  # continuations of the text of a pair that completes
+        rows = replace(rows, chat=False)
+    old, old_out = _split(shipped(Path(key.replay)), OLD_ONE_IN, tokenizer, "replay", rows)
     answers_s = key.minutes * 60.0 * ANSWERS_SHARE / 2
-    is_generating = False
+    used_s = 0.0
     for name, examples in (("new", new), ("old", old), ("watched", new_out[:WATCHED])):
-        is_generating = is_generating or any(each.answer is None for each in examples)
         found = _answered(Path(key.target), examples, folder / name, answers_s, report)
         found.save(folder / f"{name}.npz")
+        used_s += seconds_used(folder / name)
     content = {
         "asked": key.as_json(),
-        "training_s": key.minutes * 60.0 * (1.0 - ANSWERS_SHARE if is_generating else 1.0),
+        "training_s": seconds_left(key.minutes * 60.0, used_s, "minutes"),
         "held_out_new": [(each.prompt, each.category) for each in new_out],
         "held_out_old": [(each.prompt, each.category) for each in old_out],
     }
@@ -140,9 +158,11 @@ def _load(key: AdaptRunKey, folder: Path, text_file: Path) -> Text:
     return Text(new, old, watched, *held_out, training_s=content["training_s"])
 
 
-def _split(path: Path, one_in: int, tokenizer: Tokenizer, field: str) -> tuple[list[Example], list[Example]]:
+def _split(
+    path: Path, one_in: int, tokenizer: Tokenizer, field: str, rows: RowSchema
+) -> tuple[list[Example], list[Example]]:
     """Split into training examples and held-out prompts (distinct, at most MOST_MEASURED per category)."""
-    examples = read_examples(path, tokenizer, field)
+    examples = read_examples(path, tokenizer, field, rows)
     learnt = [each for each in examples if not is_held_out(each.prompt, one_in)]
     found: dict[str, dict[tuple[int, ...], Example]] = defaultdict(dict)
     for each in examples:
@@ -168,7 +188,5 @@ def _answered(
         for number, each in enumerate(examples)
         if each.answer is None
     ]
-    parts = [Continuations.of_pairs(known)] if known else []
-    if requests:
-        parts.append(write_continuations(target, requests, folder, budget_s, report))
-    return Continuations.join(parts)
+    answered = write_continuations(target, requests, folder, budget_s, report)
+    return Continuations.join([Continuations.of_pairs(known), answered])

@@ -50,7 +50,9 @@ def run_adapt(options: AdaptOptions, report: Callable[[str], None] = say) -> dic
         torch.set_num_threads(options.num_threads)
     target = resolve_checkpoint(options.target, field="target")
     initial = resolve_checkpoint(options.drafter, field="drafter")
-    key = AdaptRunKey(str(initial), str(target), str(options.data), str(options.replay), options.minutes)
+    key = AdaptRunKey(
+        str(initial), str(target), str(options.data), str(options.replay), options.minutes, options.chat
+    )
     options.work.mkdir(mode=0o700, parents=True, exist_ok=True)
     text = prepare_text(key, options.work, Tokenizer.load(target), report)
     report(

@@ -5,7 +5,7 @@ prompts again, as in the DFlash paper. Plain text and captured traffic are used 
 `train_run.py`; `adapt_data.py` uses it to read captured traffic.
 
     {"messages": [..]}                          answered again, without an assistant's last message
-    {"prompt": ".."}                            answered again
+    {"prompt": ".."}                            answered again, as a user's message if `rows.chat`
     {"text": ".."}                              used as it is, in pieces
     {"prompt_token_ids": [..], "token_ids": [..]}   used as it is; so are folders of captured traffic
 """
@@ -17,34 +17,41 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ....actors.batch.dataset.row_requests import parse_line
-from ....actors.batch.dataset.source import Dataset, SourceFile, open_parquet, open_source
+from ....actors.batch.dataset.row_requests import RowSchema, parse_line, prompt_column, read_request
+from ....actors.batch.dataset.source import SourceFile, open_parquet, open_source
 from ....actors.capture.records import CapturedRecord, is_captured, read_captured
-from ....actors.tokenization.prompts import Chat, encode_prompt
+from ....actors.http.protocol.chat_completion import ChatRequest, conversation
+from ....actors.tokenization.generation_config import GenerationDefaults
+from ....actors.tokenization.prompts import encode_prompt, has_chat_template
 from ....actors.tokenization.tokenizer import Tokenizer
-from ....cluster.errors import DatasetError, RequestError, brief
-from ...training.loop.continuations import (
-    TEMPERATURES,
-    ContinuationRequest,
-    Continuations,
-    write_continuations,
-)
+from ....cluster.config import EngineConfig
+from ....cluster.errors import ConfigError, DatasetError, RequestError, brief
+from ...training.loop.answering import TEMPERATURES, write_continuations
+from ...training.loop.continuations import MIN_ANSWER_TOKENS, ContinuationRequest, Continuations
 from ...training.loop.training_loop import Report
 
 _PIECE_TOKENS, _FIRST_TOKENS = 512, 32  # plain text: tokens of a sequence; first ones, without a loss
-_MIN_ANSWER_TOKENS = 2  # shorter captured answers are skipped
 Record = Mapping[str, Any]  # Any: a row of a data set
+COMPLETED = RowSchema(category_column="category")  # rows whose texts are completed as they are
 Pair = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """Settings by which the target generates answers; `longest`: tokens of prompt and answer together."""
+    """Settings by which the target generates answers.
+
+    Attributes:
+        rows: how rows become prompts (`prompt_rows`).
+        longest: most tokens of prompt and answer together.
+        budget_s: seconds after which no further answer begins.
+    """
 
     target: str
     tokenizer: Tokenizer | None
     max_tokens: int
     longest: int
+    budget_s: float = float("inf")
+    rows: RowSchema = COMPLETED
 
 
 def gather(places: Sequence[str], settings: AnswerSettings, folder: Path, report: Report) -> Continuations:
@@ -52,7 +59,7 @@ def gather(places: Sequence[str], settings: AnswerSettings, folder: Path, report
     prompts: list[tuple[int, ...]] = []
     pairs: list[Pair] = []
     for record in _records(places):
-        prompt = _prompt_of(record, settings.tokenizer)
+        prompt = prompt_ids(record, settings.rows, settings.tokenizer)
         if prompt is None:
             pairs += _pairs_of(record, settings.tokenizer)
         else:
@@ -69,17 +76,18 @@ def gather(places: Sequence[str], settings: AnswerSettings, folder: Path, report
         ContinuationRequest(prompt, TEMPERATURES[number % len(TEMPERATURES)], number)
         for number, prompt in enumerate(fitting)
     ]
-    parts = [Continuations.of_pairs(pairs)]
-    if requests:
-        parts.append(
-            write_continuations(
-                settings.target, requests, folder, float("inf"), report, max_new_tokens=settings.max_tokens
-            )
-        )
-    data = Continuations.join(parts)
+    answered = write_continuations(
+        settings.target,
+        requests,
+        folder,
+        settings.budget_s,
+        report,
+        max_new_tokens=settings.max_tokens,
+    )
+    data = Continuations.join([Continuations.of_pairs(pairs), answered])
     if not len(data):
         raise DatasetError(f"data: {', '.join(places)}: no usable row.", param="data")
-    report(f"data: {len(data)} sequences, {len(data.ids)} tokens, {len(requests)} of them answered again")
+    report(f"data: {len(data)} sequences, {len(data.ids)} tokens, {len(answered)} of them answered again")
     return data
 
 
@@ -98,7 +106,7 @@ def captured_completions(path: Path) -> Iterator[CapturedRecord]:
         if not prompt:
             first = max(1, len(answer) // 4)
             prompt, answer = answer[:first], answer[first:]
-        if len(answer) >= _MIN_ANSWER_TOKENS:
+        if len(answer) >= MIN_ANSWER_TOKENS:
             yield replace(record, prompt_token_ids=prompt, token_ids=answer)
 
 
@@ -108,10 +116,12 @@ def _records(places: Sequence[str]) -> Iterator[Record]:
             for each in captured_completions(Path(place)):
                 yield {"prompt_token_ids": each.prompt_token_ids, "token_ids": each.token_ids}
         else:
-            yield from _rows(open_source([place]))
+            yield from read_records(place)
 
 
-def _rows(source: Dataset) -> Iterator[Record]:
+def read_records(place: str) -> Iterator[Record]:
+    """Yield the rows of JSON lines or Parquet."""
+    source = open_source([place])
     for file in source.files:
         if source.format == "parquet":
             for batch in open_parquet(file).iter_batches():
@@ -132,17 +142,31 @@ def _line_records(file: SourceFile) -> Iterator[Record]:
                 raise DatasetError(f"data: {file}, record {number}: {error.message}", param="data") from None
 
 
-def _prompt_of(record: Record, tokenizer: Tokenizer | None) -> tuple[int, ...] | None:
-    """Return the prompt for the target to answer; None if the record is used as it is."""
-    messages, prompt = record.get("messages"), record.get("prompt")
-    if isinstance(messages, list | tuple) and messages:
-        history = list(messages)
-        if isinstance(history[-1], Mapping) and history[-1].get("role") == "assistant":
-            history = history[:-1]
-        return encode_prompt(Chat(history), _needed(tokenizer)).token_ids
-    if isinstance(prompt, str) and prompt:
-        return encode_prompt(prompt, _needed(tokenizer)).token_ids
-    return None
+def prompt_rows(target: str, chat: bool | None) -> RowSchema:
+    """Return how rows become prompts, by the rules of `manta batch`.
+
+    Texts are a user's messages if the target has a chat template, or as `chat` says. (`manta batch` completes
+    those of a column named `prompt`, as OpenAI's API does; a drafter is trained for chats.)
+    """
+    has_template = has_chat_template(EngineConfig.from_dict({"model": target}))
+    if chat and not has_template:
+        raise ConfigError("chat: the target has no chat template. Leave --chat out.", param="chat")
+    return replace(COMPLETED, chat=has_template if chat is None else chat)
+
+
+def prompt_ids(record: Record, rows: RowSchema, tokenizer: Tokenizer | None) -> tuple[int, ...] | None:
+    """Return the prompt for the target to answer; None if the record has none."""
+    if prompt_column([name for name, value in record.items() if value], rows) is None:
+        return None
+    try:
+        body = read_request(record, rows, GenerationDefaults()).body
+        if isinstance(body, ChatRequest):
+            is_answered = body.messages[-1].role == "assistant"
+            history = body.messages[:-1] if is_answered else body.messages
+            return encode_prompt(conversation(body, history, _needed(tokenizer)), tokenizer).token_ids
+        return encode_prompt(body.prompts()[0], _needed(tokenizer)).token_ids
+    except RequestError as error:
+        raise DatasetError(f"data: {brief(dict(record))}: {error.message}", param="data") from None
 
 
 def _pairs_of(record: Record, tokenizer: Tokenizer | None) -> Iterator[Pair]:

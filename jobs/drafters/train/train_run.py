@@ -14,10 +14,12 @@ import torch
 from ....actors.checkpoints.checkpoint_paths import absolute_path, has_tokenizer, resolve_checkpoint
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import ConfigError
+from ...common.progress import format_duration
 from ...common.ray_session import join_or_start_ray
 from ...training.heads.mask_token import mask_token
 from ...training.heads.recipes import RECIPES, DrafterSettings, Head
 from ...training.heads.trainables import read_target
+from ...training.loop.answering import ANSWERS_SHARE, seconds_left, seconds_used
 from ...training.loop.continuations import Continuations
 from ...training.loop.training_loop import Length, Report
 from ...training.train_drafter import (
@@ -30,8 +32,9 @@ from ...training.train_drafter import (
     run_on_workers,
 )
 from ..common.options import TrainOptions
-from .train_data import AnswerSettings, gather
+from .train_data import AnswerSettings, gather, prompt_rows
 
+_ANSWERS = "answers"
 _HELD_OUT_SHARE, _MAX_HELD_OUT = 0.05, 64
 _EPOCHS = 6  # as in the DFlash paper
 # Title and description by kind of drafter.
@@ -82,6 +85,8 @@ def train_drafter(options: TrainOptions, report: Report = lambda line: print(lin
         torch.set_num_threads(options.num_threads)
     settings = _settings(options)
     initial = None if options.initial is None else resolve_checkpoint(options.initial, field="from")
+    if (options.steps, options.hours) != (None, None):
+        Length(steps=options.steps, seconds=_limit_s(options))  # refuses both, before anything is answered
     spec, folder = read_target(options.target)
     mask_id = None if initial is not None else mask_token(spec, folder, options.mask_token_id, report)
     learned = prepare_data(options, report)
@@ -96,6 +101,8 @@ def train_drafter(options: TrainOptions, report: Report = lambda line: print(lin
     trained = run_here(run, report=report) if options.workers is None else _on_ray(run, options.workers)
     write_drafter_card(options, trained, len(learned.ids), len(Continuations.load(run.folder / HELD_OUT)))
     before, after = (each["tokens_per_step"] for each in (trained.held_out_before, trained.held_out_after))
+    times = format_duration(seconds_used(options.folder / _ANSWERS)), format_duration(trained.used_s)
+    report(f"time: {times[0]} for answers, {times[1]} for training")
     report(f"held out: {before:.2f} tokens per step before, {after:.2f} now; {trained.drafter}")
     return trained
 
@@ -112,12 +119,17 @@ def _settings(options: TrainOptions) -> DrafterSettings:
 
 
 def _length(options: TrainOptions, settings: DrafterSettings, num_sequences: int) -> Length:
-    if options.hours is not None:
-        return Length(steps=options.steps, seconds=options.hours * 3600)
+    if (limit_s := _limit_s(options)) is not None:
+        used_s = seconds_used(options.folder / _ANSWERS)
+        return Length(seconds=seconds_left(limit_s, used_s, "hours"))
     if options.steps is not None:
         return Length(steps=options.steps)
     batch_size = settings.batch_size * (options.workers or 1)
     return Length(steps=math.ceil(_EPOCHS * num_sequences / batch_size))
+
+
+def _limit_s(options: TrainOptions) -> float | None:
+    return None if options.hours is None else options.hours * 3600
 
 
 def prepare_data(options: TrainOptions, report: Report) -> Continuations:
@@ -125,8 +137,17 @@ def prepare_data(options: TrainOptions, report: Report) -> Continuations:
     if not (data.exists() and held_out.exists()):
         spec, folder = read_target(options.target)
         tokenizer = Tokenizer.load(folder) if has_tokenizer(folder) else None
-        settings = AnswerSettings(options.target, tokenizer, options.max_tokens, spec.max_position_embeddings)
-        found = gather(options.data, settings, options.folder / "answers", report)
+        settings = AnswerSettings(
+            options.target,
+            tokenizer,
+            options.max_tokens,
+            spec.max_position_embeddings,
+            rows=prompt_rows(options.target, options.chat),
+        )
+        if (limit_s := _limit_s(options)) is not None:
+            settings = replace(settings, budget_s=limit_s * ANSWERS_SHARE)
+            report(f"answers get at most {format_duration(settings.budget_s)}, training the rest")
+        found = gather(options.data, settings, options.folder / _ANSWERS, report)
         if len(found) < 2:
             raise ConfigError("data: at least two sequences are needed.", param="data")
         num_held_out = max(1, min(_MAX_HELD_OUT, int(_HELD_OUT_SHARE * len(found))))

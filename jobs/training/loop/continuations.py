@@ -1,27 +1,18 @@
-"""Training data of a drafter: prompts with the target's continuations, which this engine generates.
+"""Training data of a drafter: prompts with the target's continuations, and batches of them.
 
-Continuations are stored in shards as they are finished, so that a restarted run repeats only the current
-shard.
+`answering.py` generates the continuations.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ....actors.llm import LLM
-from ....cluster.request.request import SamplingParams
-from .training_loop import Report, TimeBudget
-
-# Sampling temperatures of the training data, used in turn.
-TEMPERATURES = (1.0, 0.7, 1.0, 0.0)
-QUESTIONS_PER_SHARD = 512
-MAX_NEW_TOKENS = 192
-NUM_RUNNING = 64  # concurrent continuations
+MIN_ANSWER_TOKENS = 2  # shorter answers have no label
 
 
 @dataclass(frozen=True)
@@ -29,10 +20,6 @@ class ContinuationRequest:
     prompt_ids: tuple[int, ...]
     temperature: float
     seed: int
-
-
-# Returns the token ids of the continuations, including the end token, in the order of the questions.
-Generate = Callable[[Sequence[ContinuationRequest]], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -52,8 +39,12 @@ class Continuations:
 
     @classmethod
     def of_pairs(cls, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Continuations:
-        """Make sequences of prompts and answers, without answers below two tokens (no label)."""
-        kept = [(max(1, len(prompt)), [*prompt, *answer]) for prompt, answer in pairs if len(answer) >= 2]
+        """Make sequences of prompts and answers, without answers below MIN_ANSWER_TOKENS."""
+        kept = [
+            (max(1, len(prompt)), [*prompt, *answer])
+            for prompt, answer in pairs
+            if len(answer) >= MIN_ANSWER_TOKENS
+        ]
         sequences = [np.array(sequence, dtype=np.uint32) for _, sequence in kept]
         ids = np.concatenate([np.zeros(0, dtype=np.uint32), *sequences])
         bounds = np.cumsum([0, *map(len, sequences)])
@@ -89,10 +80,11 @@ class Continuations:
             digest.update(np.ascontiguousarray(part).tobytes())
         return digest.hexdigest()
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, **more: np.ndarray) -> None:
+        """Write a file that appears complete or not at all, with further arrays by name."""
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".partial.npz")
-        np.savez(temporary, ids=self.ids, bounds=self.bounds, first=self.first)
+        np.savez(temporary, allow_pickle=False, ids=self.ids, bounds=self.bounds, first=self.first, **more)
         temporary.replace(path)
 
     @classmethod
@@ -158,45 +150,3 @@ class ContinuationReader:
         pools = [order[at : at + pool] for at in range(0, len(order), pool)]
         ordered = np.concatenate([part[np.argsort(lengths[part], kind="stable")] for part in pools])
         return random.permutation(ordered.reshape(num_batches, self._batch_size))
-
-
-def write_continuations(
-    target_dir: str | Path,
-    asked: Sequence[ContinuationRequest],
-    folder: Path,
-    budget_s: float,
-    report: Report,
-    truncate: Callable[[Sequence[int]], list[int]] = list,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-) -> Continuations:
-    """Generate continuations (cut by `truncate`) in shards until all are done or the time is over."""
-    used = folder / "used_s"  # seconds spent by earlier processes of this run
-    budget = TimeBudget(budget_s, float(used.read_text()) if used.exists() else 0.0)
-    shards: list[Continuations] = []
-    with LLM(str(target_dir), max_num_seqs=NUM_RUNNING) as llm:
-        generate = generator(llm, max_new_tokens)
-        for start in range(0, len(asked), QUESTIONS_PER_SHARD):
-            path = folder / f"{start:06}.npz"
-            if not path.exists():
-                if shards and budget.progress >= 1.0:
-                    break
-                part = asked[start : start + QUESTIONS_PER_SHARD]
-                Continuations.of(part, [truncate(answer) for answer in generate(part)]).save(path)
-                used.write_text(f"{budget.used_s:.1f}")
-            shards.append(Continuations.load(path))
-            report(f"{folder.name}: {start + len(shards[-1])} of {len(asked)}")
-    return Continuations.join(shards)
-
-
-def generator(llm: LLM, max_new_tokens: int) -> Generate:
-    def generate(asked: Sequence[ContinuationRequest]) -> list[list[int]]:
-        params = [
-            SamplingParams(
-                temperature=q.temperature, seed=q.seed, max_tokens=max_new_tokens, detokenize=False
-            )
-            for q in asked
-        ]
-        outputs = llm.generate([list(q.prompt_ids) for q in asked], params)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    return generate

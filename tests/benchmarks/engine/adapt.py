@@ -56,6 +56,7 @@ def run(minutes: float, work: Path) -> dict[str, Any]:
         replay=work / "replay.jsonl",
         output=work / "drafter",
         minutes=minutes,
+        chat=False,
     )
     for path, write in (
         (options.data, lambda path: write_logs(path, _NUM_LOGS, _SEED)),

@@ -17,11 +17,12 @@ import torch
 from manta.actors.capture.records import CapturedRecord, segment_path
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.model_spec import ModelSpec
+from manta.actors.tokenization.prompts import Chat, encode_prompt
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.actors.workers.comm import process_group
 from manta.cluster.errors import ConfigError, DatasetError
 from manta.drafter.dflash.checkpoint import check_drafter
-from manta.jobs.drafters.train.train_data import AnswerSettings, gather
+from manta.jobs.drafters.train.train_data import AnswerSettings, gather, prompt_ids, prompt_rows
 from manta.jobs.drafters.train.train_run import TrainOptions, train_drafter
 from manta.jobs.training.heads.dflash_module import TrainableDrafter
 from manta.jobs.training.heads.frozen_target import FrozenTarget
@@ -224,6 +225,30 @@ def test_prompts_are_answered_again_and_texts_are_used_unchanged(tmp_path: Path)
         and requested[1][0] == "def read(path):"
     )
     assert all(2 <= len(answer) <= 4 for _, answer in requested)
+
+
+def test_texts_are_chats_where_the_target_has_a_template(tiny_qwen3: Path) -> None:
+    target, question = str(MODELS / "target"), {"role": "user", "content": "What?"}
+    tokenizer = Tokenizer.load(MODELS / "target")
+    chat = encode_prompt(Chat([question]), tokenizer).token_ids
+    text = encode_prompt("What?", tokenizer).token_ids
+    by_default, raw = prompt_rows(target, None), prompt_rows(target, chat=False)
+    answered = [question, {"role": "assistant", "content": "Never seen"}]
+    for record, rows, expected in (
+        ({"prompt": "What?"}, by_default, chat),
+        ({"prompt": "What?"}, raw, text),
+        ({"prompt": list(text)}, by_default, text),
+        ({"messages": answered}, raw, chat),
+        ({"conversations": [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "."}]}, raw, chat),
+        ({"text": "What?"}, by_default, None),
+        ({"prompt": None, "text": "What?"}, by_default, None),
+    ):
+        assert prompt_ids(record, rows, tokenizer) == expected, record
+    assert not prompt_rows(str(tiny_qwen3), None).chat
+    with pytest.raises(ConfigError, match="no chat template"):
+        prompt_rows(str(tiny_qwen3), chat=True)
+    with pytest.raises(DatasetError, match="messages"):
+        prompt_ids({"messages": [{"role": "nobody"}]}, raw, tokenizer)
 
 
 def captured_line(model: str) -> str:

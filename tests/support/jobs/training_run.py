@@ -1,5 +1,6 @@
 """A small training run as a process: to be killed, or one of two workers.
 
+training_run.py answer TARGET FOLDER COUNT
 training_run.py run TARGET FOLDER STEPS
 training_run.py worker FOLDER RANK PORT     worker 0 opens a port, and prints it
 """
@@ -14,7 +15,8 @@ from manta.actors.workers.comm import process_group
 from manta.drafter.dflash.config import SelectorSize
 from manta.jobs.training.heads.dflash_module import TrainableDrafter
 from manta.jobs.training.heads.recipes import DrafterSettings
-from manta.jobs.training.loop.continuations import Continuations
+from manta.jobs.training.loop.answering import TEMPERATURES, write_continuations
+from manta.jobs.training.loop.continuations import ContinuationRequest, Continuations
 from manta.jobs.training.loop.muon_adamw import HybridOptimizer
 from manta.jobs.training.loop.training_loop import (
     Length,
@@ -53,6 +55,20 @@ def run(target: Path, folder: Path, length: Length) -> Trained:
         mask_token_id=63,
         loop_settings=LoopSettings(snapshot_every_s=0.0, report_every=1),
     )
+
+
+def questions(count: int, vocab_size: int = 60) -> list[ContinuationRequest]:
+    """Return different prompts, of several lengths, with all temperatures."""
+    return [
+        ContinuationRequest(
+            (number // vocab_size, number % vocab_size, *range(number % 9)), TEMPERATURES[number % 4], number
+        )
+        for number in range(count)
+    ]
+
+
+def answer(target: Path, folder: Path, count: int, budget_s: float = float("inf")) -> Continuations:
+    return write_continuations(target, questions(count), folder, budget_s, print, max_new_tokens=40)
 
 
 class _NoReader:
@@ -94,7 +110,9 @@ def work(folder: Path, port: int) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     what, *places, number = sys.argv[1:]
-    if what == "run":
+    if what == "answer":
+        answer(Path(places[0]), Path(places[1]), int(number))
+    elif what == "run":
         run(Path(places[0]), Path(places[1]), Length(steps=int(number)))
     else:
         work(Path(places[0]), int(number))
