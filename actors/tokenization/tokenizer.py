@@ -16,13 +16,14 @@ step must be one known to keep or lengthen text, and the vocabulary must cover e
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import tokenizers
+from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from ...cluster.errors import CheckpointError, RequestError
@@ -277,23 +278,27 @@ class TokenCoverage:
 
 def token_coverage(backend: tokenizers.Tokenizer) -> TokenCoverage | None:
     """Return None if it is unbounded or unknown."""
-    serialized: Part = json.loads(backend.to_str())
-    normalizers = list(_parts(serialized["normalizer"], "normalizers"))
-    splitters = list(_parts(serialized["pre_tokenizer"], "pretokenizers"))
+    normalizers = list(_parts(_serialized(backend.normalizer), "normalizers"))
+    splitters = list(_parts(_serialized(backend.pre_tokenizer), "pretokenizers"))
+    added = backend.get_added_tokens_decoder().values()
+    vocabulary = backend.get_vocab(with_added_tokens=False)
     if not (
         all(map(_normalizer_keeps, normalizers))
         and all(map(_splitter_keeps, splitters))
-        and _model_keeps(serialized["model"], [*normalizers, *splitters])
-        and not any(
-            token["lstrip"] or token["rstrip"] for token in serialized["added_tokens"]
-        )  # eat whitespace
+        and _model_keeps(backend.model, vocabulary, [*normalizers, *splitters])
+        and not any(token.lstrip or token.rstrip for token in added)  # eat whitespace
     ):
         return None
-    longest = max(map(len, [*serialized["model"]["vocab"], *_added(backend, serialized)]))
+    longest = max(map(len, [*vocabulary, *_added(backend, added)]))
     kinds = [part["type"] for part in normalizers]
     shrink = COMPOSED_CHARS ** sum(kind in COMPOSING for kind in kinds)
     rewritten = any(kind in REWRITING for kind in kinds)
     return TokenCoverage(longest * shrink, longest * (shrink if rewritten else 1))
+
+
+def _serialized(part: Any) -> Part | None:  # Any: a class of the tokenizers package
+    """Return a part as in tokenizer.json, which is not parsed as a whole for its large vocabulary."""
+    return None if part is None else json.loads(part.__getstate__())
 
 
 def _parts(part: Part | None, children: str) -> Iterator[Part]:
@@ -317,18 +322,18 @@ def _splitter_keeps(part: Part) -> bool:
     return part["type"] in PRE_TOKENIZERS and part.get("behavior") != "Removed"
 
 
-def _model_keeps(model: Part, steps: list[Part]) -> bool:
+def _model_keeps(model: Any, vocabulary: Mapping[str, int], steps: list[Part]) -> bool:
     """Return whether every byte has a token; otherwise text is dropped or merged."""
-    if model["type"] != "BPE" or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
+    if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
     if any(step["type"] == "ByteLevel" for step in steps):
-        return set(ByteLevel.alphabet()) <= model["vocab"].keys()
-    return model["byte_fallback"] and {f"<0x{byte:02X}>" for byte in range(256)} <= model["vocab"].keys()
+        return set(ByteLevel.alphabet()) <= vocabulary.keys()
+    return model.byte_fallback and {f"<0x{byte:02X}>" for byte in range(256)} <= vocabulary.keys()
 
 
-def _added(backend: tokenizers.Tokenizer, serialized: Part) -> Iterator[str]:
+def _added(backend: tokenizers.Tokenizer, added: Iterable[tokenizers.AddedToken]) -> Iterator[str]:
     """Yield the added tokens as matched: in the text and in the normalized text."""
-    for token in serialized["added_tokens"]:
-        yield token["content"]
-        if token["normalized"] and backend.normalizer is not None:
-            yield backend.normalizer.normalize_str(token["content"])
+    for token in added:
+        yield token.content
+        if token.normalized and backend.normalizer is not None:
+            yield backend.normalizer.normalize_str(token.content)
