@@ -10,9 +10,10 @@ the last snapshot.
 from __future__ import annotations
 
 import ctypes
+import math
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +21,22 @@ from typing import Any
 
 import torch
 
+from ...actors.capture.target_outputs import OutputLayout
 from ...actors.targets.model.tensor_parallel import Communicator, SingleRank
 from ...actors.workers.comm.process_group import joined
 from ...cluster.errors import ConfigError
-from .heads.recipes import RECIPES, DrafterSettings, TrainSettings
+from .heads.recipes import DrafterSettings, TrainSettings
+from .heads.stored_outputs import store_outputs
 from .heads.trainables import Trainable, make_drafter
+from .loop.answering import seconds_used
 from .loop.continuations import ContinuationReader, Continuations
 from .loop.muon_adamw import HybridOptimizer
 from .loop.training_curves import read_rows
 from .loop.training_loop import CURVES, Length, LoopSettings, Report, Step, StepLoss, TrainingLoop
 
-_TUNED_WIDTH = 192  # hidden size of the shipped pair, on which the learning rates were tuned
 DATA, HELD_OUT = "data.npz", "held-out.npz"
+ANSWERS, OUTPUTS = "answers", "outputs"
+_OUTPUTS_SHARE = 0.3
 _MAX_FAILURES = 3
 # mallopt's parameters: the value in training, and glibc's own. M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD.
 _MALLOC = {-4: (0, 65536), -1: (2**31 - 1, 128 * 1024), -2: (256 * 2**20, 128 * 1024)}
@@ -96,35 +101,50 @@ def train(
     folder: Path,
     length: Length,
     *,
+    settings: TrainSettings,
     initial: Path | None = None,
-    settings: TrainSettings | None = None,
     mask_token_id: int | None = None,
     make: MakeTrainable = make_drafter,
     report: Report = lambda line: print(line, flush=True),
     loop_settings: LoopSettings | None = None,
     workers: Communicator | None = None,
+    recorded: Sequence[Path] = (),
 ) -> Trained:
     """Train until `length` is reached; called again with the same folder, resume.
+
+    The target's outputs for all sequences are stored before; for a length in seconds, in at most
+    _OUTPUTS_SHARE of it, and training uses the sequences that were reached.
 
     Args:
         data: token sequences; only the answers have a loss. Repeat a kind of text to weight it.
         held_out: sequences that are measured before, during and after training, and never trained on.
-        folder: gets `snapshot.pt`, `curves.jsonl`, `curves.svg` and `drafter/`.
+        folder: gets `outputs/`, `snapshot.pt`, `curves.jsonl`, `curves.svg` and `drafter/`.
         initial: folder of a DFlash drafter to start from; by default layers of the target.
-        settings: the recipe; learning rates are scaled down for targets wider than the one it was tuned on.
+        settings: the recipe (`recipes.py`).
         mask_token_id: of a new DFlash drafter (`mask_token`).
         make: makes the drafter; `models/recipe/eagle3.py` has another one.
         workers: train together (`run_on_workers`); each of them calls this function.
+        recorded: folders in which the engine has stored outputs of the target (`target_outputs.py`).
     """
-    settings, workers = settings or RECIPES["dflash"], workers or SingleRank()
+    workers = workers or SingleRank()
     _check_data(data, held_out, settings.batch_size * workers.world_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     longest = max(data.longest, held_out.longest)
     trainable = make(target, settings, initial, mask_token_id, longest, device)
-    lr_share = min(1.0, (_TUNED_WIDTH / trainable.target.spec.hidden_size) ** 0.5)
-    optimizer = HybridOptimizer(
-        trainable.model, settings.matrix_lr * lr_share, settings.other_lr * lr_share, settings.weight_decay
+    layout = OutputLayout.of(
+        trainable.layer_ids, trainable.target.spec.hidden_size, trainable.target.spec.vocab_size
     )
+    outputs_s = math.inf if length.seconds is None else _OUTPUTS_SHARE * length.seconds
+    stored = store_outputs(
+        trainable.target, layout, held_out, data, recorded, folder / OUTPUTS, outputs_s, report, workers
+    )
+    if length.seconds is not None:
+        length = Length(seconds=max(1e-3, length.seconds - seconds_used(folder / OUTPUTS)))
+    subject = f"{settings} {workers.world_size} {data.digest}"
+    if len(reached := stored.indices(data)) < len(data):
+        report(f"training uses {len(reached)} of {len(data)} sequences; the others had no time")
+        data = data.take(reached)
+    optimizer = HybridOptimizer(trainable.model, settings.matrix_lr, settings.other_lr, settings.weight_decay)
     reader = ContinuationReader(data, settings.batch_size * workers.world_size, pad_id=0)
     loop = TrainingLoop(
         "training",
@@ -134,17 +154,17 @@ def train(
         folder,
         report,
         loop_settings,
-        subject=f"{settings} {workers.world_size} {data.digest}",
+        subject=subject,
         workers=workers,
     )
 
     def compute_loss(step: Step) -> StepLoss:
         batch = reader.next_batch().part(workers.rank, workers.world_size)
         seed = step.index * workers.world_size + workers.rank
-        loss, figures = trainable.loss(batch, step.index, seed)
+        loss, figures = trainable.loss(batch, stored.read(batch), step, seed)
         return StepLoss(loss, batch.tokens.size, figures)
 
-    loop.run(compute_loss, length, settings.schedule, lambda: trainable.measure(held_out))
+    loop.run(compute_loss, length, settings.schedule, lambda: trainable.measure(held_out, stored))
     trainable.model.load_state_dict(loop.average.state)
     if workers.rank == 0:
         trainable.export(folder / "drafter")
@@ -190,6 +210,7 @@ def run_here(run: TrainingRun, **further: Any) -> Trained:  # Any: arguments of 
         settings=run.settings,
         mask_token_id=run.mask_token_id,
         loop_settings=run.loop_settings,
+        recorded=[run.folder / ANSWERS],
         **further,
     )
 

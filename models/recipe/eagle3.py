@@ -7,7 +7,7 @@ is `drafter/eagle3/model.py`. `python -m manta.models.recipe.eagle3` is the comm
 
 Row r starts a chain after position r: at depth s it reads token r + 1 + s and predicts the next one. Shapes:
 B sequences, T tokens, R = T - 1 rows of each, N depths, D width, F tapped features, H query heads, G
-key/value heads, E head width, V vocabulary.
+key/value heads, E head width, C candidates, M answer positions.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from ...jobs.training.heads.frozen_target import FrozenTarget
 from ...jobs.training.heads.initialization import SEED, layer_parts, layer_sizes, load_matching
 from ...jobs.training.heads.offline_proposals import sampling
 from ...jobs.training.heads.recipes import Teaching, TrainSettings
+from ...jobs.training.heads.stored_outputs import BatchOutputs
 from ...jobs.training.heads.trainables import Trainable, read_target
 from ...jobs.training.loop.continuations import ContinuationRequest, Continuations, PaddedBatch
-from ...jobs.training.loop.training_loop import Length, Schedule
+from ...jobs.training.loop.training_loop import Length, Schedule, Step
 from ...jobs.training.train_drafter import HELD_OUT, train
 
 
@@ -139,7 +140,13 @@ class _ChainAttention(nn.Module):
 
 
 def chain_loss(
-    target: FrozenTarget, head: EagleHead, batch: PaddedBatch, settings: EagleSettings
+    target: FrozenTarget,
+    head: EagleHead,
+    batch: PaddedBatch,
+    outputs: BatchOutputs,
+    settings: EagleSettings,
+    step: Step,
+    seed: int,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Return the loss of all chains of a batch, weighted by D-PACE, and figures for reports."""
     device = target.device
@@ -148,11 +155,11 @@ def chain_loss(
     num_sequences, num_tokens = tokens_BT.shape
     rows_R = torch.arange(num_tokens - 1, device=device)
     begins_BR = rows_R + 1 >= first_B[:, None]
-    features_BTF, target_logits_BTV = target.read(tokens_BT)
     with torch.autocast(device.type, torch.bfloat16):
-        chains = head.chains(features_BTF[:, :-1])
-    teaching, teacher_MV = settings.teaching, target_logits_BTV.flatten(0, 1)
-    offsets_B1 = torch.arange(num_sequences, device=device)[:, None] * num_tokens
+        chains = head.chains(outputs.features_BTF[:, :-1])
+    candidates = outputs.candidates(head.config.vocab_size, seed)
+    teacher_MC, teaching = outputs.teacher_logits(candidates), settings.teaching.at(step.progress)
+    shares = teaching.teacher_share, teaching.distance_share
     label_loss_BRN, overlap_BRN = torch.zeros(
         2, num_sequences, num_tokens - 1, settings.depth, device=device
     ).unbind()
@@ -164,11 +171,10 @@ def chain_loss(
             hidden_BRD = chains.step(target.embed(tokens_BT.gather(1, read_BR)))
         counted_BR = begins_BR & (rows_R + 2 + depth < length_B[:, None])
         counted_BRN[..., depth] = counted_BR
-        logits_XV = target.head(hidden_BRD[counted_BR])
-        labels_X = tokens_BT.gather(1, (read_BR + 1).clamp(max=num_tokens - 1))[counted_BR]
-        shares = teaching.teacher_share, teaching.distance_share
+        logits_XC = target.head(hidden_BRD[counted_BR], candidates.token_ids_C) + candidates.bias_C
+        labels_X = candidates.find(tokens_BT.gather(1, (read_BR + 1).clamp(max=num_tokens - 1))[counted_BR])
         of_rows = row_losses(
-            logits_XV, labels_X, Teacher(teacher_MV, (read_BR + offsets_B1)[counted_BR], *shares)
+            logits_XC, labels_X, Teacher(teacher_MC, outputs.rows(read_BR + 1)[counted_BR], *shares)
         )
         loss_BR = hidden_BRD.new_zeros(counted_BR.shape, dtype=torch.float32)
         losses.append(loss_BR.masked_scatter(counted_BR, of_rows.loss_R))
@@ -215,14 +221,17 @@ class ChainProposals:
 
     @torch.no_grad()
     def __call__(
-        self, question: ContinuationRequest, tokens_T: torch.Tensor, anchors_A: torch.Tensor
+        self,
+        features_TF: torch.Tensor,
+        question: ContinuationRequest,
+        tokens_T: torch.Tensor,
+        anchors_A: torch.Tensor,
     ) -> torch.Tensor:
         device, rows_A = tokens_T.device, anchors_A - 1
-        features, _ = self._target.read(tokens_T[None])
         read_R = tokens_T[1:].clone()
         drafts: list[torch.Tensor] = []
         with torch.autocast(device.type, torch.bfloat16):
-            chains = self._head.chains(features[:, :-1])
+            chains = self._head.chains(features_TF[None, :-1])
         for depth in range(self._num_drafts):
             with torch.autocast(device.type, torch.bfloat16):
                 hidden_RD = chains.step(self._target.embed(read_R[None]))[0]
@@ -264,8 +273,9 @@ def make_head(
     head = new_eagle_head(config, frozen.weights).to(device)
     return Trainable(
         frozen,
+        config.target_layer_ids,
         head,
-        lambda batch, step, seed: chain_loss(frozen, head, batch, settings),
+        lambda batch, outputs, step, seed: chain_loss(frozen, head, batch, outputs, settings, step, seed),
         ChainProposals(frozen, head, settings.depth),
         lambda folder: export_eagle_head(head, spec, folder),
     )

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ...cluster.speculation.acceptance_length import mean_acceptance_length
+from ...jobs.training.heads.frozen_target import FrozenTarget
 from ...jobs.training.heads.offline_proposals import OfflineProposals, accepted_at
 from ...jobs.training.loop.continuations import ContinuationRequest
 from .prompt_selection import Prompt
@@ -45,17 +46,17 @@ class Figures:
 
 def evaluate(
     proposals: OfflineProposals,
+    target: FrozenTarget,
     prompts: Sequence[Prompt],
     questions: Sequence[ContinuationRequest],
     answers: Sequence[list[int]],
-    device: torch.device,
 ) -> list[Figures]:
     """Return the figures per category and, last, overall. All questions have the same temperature."""
     rows: dict[str, list[tuple[int, ...]]] = defaultdict(list)
     for prompt, question, answer in zip(prompts, questions, answers, strict=True):
         if len(answer) < 2:
             continue
-        lengths = accepted_lengths(proposals, question, answer, device)
+        lengths = accepted_lengths(proposals, target, question, answer)
         repeated = repeated_tokens(answer)
         num_fresh = int(repeated.argmax()) if repeated.any() else len(answer)
         fresh = lengths[: max(0, num_fresh - 1)]
@@ -67,12 +68,13 @@ def evaluate(
 
 
 def accepted_lengths(
-    proposals: OfflineProposals, question: ContinuationRequest, answer: Sequence[int], device: torch.device
+    proposals: OfflineProposals, target: FrozenTarget, question: ContinuationRequest, answer: Sequence[int]
 ) -> list[int]:
     """Return how many drafts after each answer token but the last are accepted."""
-    tokens_T = torch.tensor([*question.prompt_ids, *answer], device=device)
-    anchors_A = torch.arange(len(question.prompt_ids), len(tokens_T) - 1, device=device)
-    return accepted_at(proposals, question, tokens_T, anchors_A)
+    tokens_T = torch.tensor([*question.prompt_ids, *answer], device=target.device)
+    anchors_A = torch.arange(len(question.prompt_ids), len(tokens_T) - 1, device=target.device)
+    features_BTF, _ = target.read(tokens_T[None])
+    return accepted_at(proposals, features_BTF[0], question, tokens_T, anchors_A)
 
 
 def count_steps(accepted: Sequence[int]) -> int:

@@ -26,7 +26,7 @@ from ...jobs.training.heads.export import export_drafter
 from ...jobs.training.heads.frozen_target import FrozenTarget
 from ...jobs.training.heads.initialization import continued, drafter_config, facts_of, new_drafter
 from ...jobs.training.heads.offline_proposals import BlockProposals
-from ...jobs.training.heads.recipes import RECIPES, DrafterSettings
+from ...jobs.training.heads.recipes import DrafterSettings, further_recipe
 from ...jobs.training.heads.trainables import read_target
 from ...jobs.training.loop.answering import TEMPERATURES, write_continuations
 from ...jobs.training.loop.continuations import Continuations
@@ -55,7 +55,7 @@ NUM_QUESTIONS = 9000
 EVALUATION_TEMPERATURES = (0.0, 1.0)
 HELD_OUT_WINDOW_TOKENS, HELD_OUT_SEQUENCES = 512, 64
 # The last stage trains the drafter that was trained with the target, with one more layer and a selector.
-SHIPPED = replace(RECIPES["selector"], num_layers=4)
+SHIPPED = replace(further_recipe("selector"), num_layers=4)
 TARGET_RUN, TOGETHER_RUN, DRAFTER_RUN = "target", "together", "drafter"
 
 
@@ -212,7 +212,7 @@ class _PairJob:
         figures = [
             row
             for questions, answers in requests
-            for row in evaluate(BlockProposals(frozen, drafter), prompts, questions, answers, self._device)
+            for row in evaluate(BlockProposals(frozen, drafter), frozen, prompts, questions, answers)
         ]
         for row in figures:
             length = decimals(row.mean_acceptance_length)

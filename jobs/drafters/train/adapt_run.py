@@ -36,7 +36,7 @@ RECIPE = DrafterSettings(
     num_anchors=32,
     matrix_lr=1e-3,
     other_lr=1e-3,
-    teaching=Teaching(distance_share=0.3),
+    teaching=Teaching(distance_share=0.3, distance_from=0.0),
     schedule=Schedule(warmup_steps=20, decay_from=0.3),
 )
 MEASURED_TOKENS = 128
@@ -69,6 +69,7 @@ def run_adapt(options: AdaptOptions, report: Callable[[str], None] = say) -> dic
         initial=initial,
         settings=RECIPE,
         report=report,
+        recorded=[options.work / name for name in ("new", "old", "watched")],
     )
     after = measure(trained.drafter, target, text.held_out_new, text.held_out_old)
     verdict = judge(before, after, options.min_gain)

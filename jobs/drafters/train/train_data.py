@@ -44,6 +44,7 @@ class AnswerSettings:
         rows: how rows become prompts (`prompt_rows`).
         longest: most tokens of prompt and answer together.
         budget_s: seconds after which no further answer begins.
+        temperatures: sampling temperatures, used in turn.
     """
 
     target: str
@@ -52,6 +53,7 @@ class AnswerSettings:
     longest: int
     budget_s: float = float("inf")
     rows: RowSchema = COMPLETED
+    temperatures: Sequence[float] = TEMPERATURES
 
 
 def gather(places: Sequence[str], settings: AnswerSettings, folder: Path, report: Report) -> Continuations:
@@ -73,7 +75,7 @@ def gather(places: Sequence[str], settings: AnswerSettings, folder: Path, report
         )
     pairs = [(prompt, answer[: settings.longest - len(prompt)]) for prompt, answer in pairs]
     requests = [
-        ContinuationRequest(prompt, TEMPERATURES[number % len(TEMPERATURES)], number)
+        ContinuationRequest(prompt, settings.temperatures[number % len(settings.temperatures)], number)
         for number, prompt in enumerate(fitting)
     ]
     answered = write_continuations(

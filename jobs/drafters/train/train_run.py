@@ -12,19 +12,22 @@ from dataclasses import replace
 import torch
 
 from ....actors.checkpoints.checkpoint_paths import absolute_path, has_tokenizer, resolve_checkpoint
+from ....actors.targets.model.model_spec import ModelSpec
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import ConfigError
 from ...common.progress import format_duration
 from ...common.ray_session import join_or_start_ray
 from ...training.heads.mask_token import mask_token
-from ...training.heads.recipes import RECIPES, DrafterSettings, Head
-from ...training.heads.trainables import read_target
-from ...training.loop.answering import ANSWERS_SHARE, seconds_left, seconds_used
+from ...training.heads.recipes import DrafterSettings, Head, further_recipe, new_recipe
+from ...training.heads.trainables import is_small, read_target
+from ...training.loop.answering import ANSWERS_SHARE, seconds_left, seconds_used, usual_temperatures
 from ...training.loop.continuations import Continuations
 from ...training.loop.training_loop import Length, Report
 from ...training.train_drafter import (
+    ANSWERS,
     DATA,
     HELD_OUT,
+    OUTPUTS,
     Trained,
     TrainingRun,
     machine,
@@ -34,7 +37,6 @@ from ...training.train_drafter import (
 from ..common.options import TrainOptions
 from .train_data import AnswerSettings, gather, prompt_rows
 
-_ANSWERS = "answers"
 _HELD_OUT_SHARE, _MAX_HELD_OUT = 0.05, 64
 _EPOCHS = 6  # as in the DFlash paper
 # Title and description by kind of drafter.
@@ -83,11 +85,11 @@ Made by `manta drafter train`.
 def train_drafter(options: TrainOptions, report: Report = lambda line: print(line, flush=True)) -> Trained:
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
-    settings = _settings(options)
     initial = None if options.initial is None else resolve_checkpoint(options.initial, field="from")
     if (options.steps, options.hours) != (None, None):
         Length(steps=options.steps, seconds=_limit_s(options))  # refuses both, before anything is answered
     spec, folder = read_target(options.target)
+    settings = _settings(options, spec)
     mask_id = None if initial is not None else mask_token(spec, folder, options.mask_token_id, report)
     learned = prepare_data(options, report)
     run = TrainingRun(
@@ -101,18 +103,24 @@ def train_drafter(options: TrainOptions, report: Report = lambda line: print(lin
     trained = run_here(run, report=report) if options.workers is None else _on_ray(run, options.workers)
     write_drafter_card(options, trained, len(learned.ids), len(Continuations.load(run.folder / HELD_OUT)))
     before, after = (each["tokens_per_step"] for each in (trained.held_out_before, trained.held_out_after))
-    times = format_duration(seconds_used(options.folder / _ANSWERS)), format_duration(trained.used_s)
-    report(f"time: {times[0]} for answers, {times[1]} for training")
+    used_s = (*(seconds_used(options.folder / part) for part in (ANSWERS, OUTPUTS)), trained.used_s)
+    times = "{} for answers, {} for the target's outputs, {} for training".format(
+        *map(format_duration, used_s)
+    )
+    report(f"time: {times}")
     report(f"held out: {before:.2f} tokens per step before, {after:.2f} now; {trained.drafter}")
     return trained
 
 
-def _settings(options: TrainOptions) -> DrafterSettings:
-    settings = RECIPES[options.head]
+def _settings(options: TrainOptions, target: ModelSpec) -> DrafterSettings:
     if options.initial is not None and options.block_size:
         raise ConfigError(
             "--block-size applies only to a new drafter; --from has its own block size.", param="from"
         )
+    if options.initial is not None:
+        settings = further_recipe(options.head)
+    else:
+        settings = new_recipe(options.head, is_small=is_small(target))
     if options.layers is not None:
         settings = replace(settings, num_layers=options.layers)
     return settings if options.block_size is None else settings.with_blocks(options.block_size)
@@ -120,7 +128,7 @@ def _settings(options: TrainOptions) -> DrafterSettings:
 
 def _length(options: TrainOptions, settings: DrafterSettings, num_sequences: int) -> Length:
     if (limit_s := _limit_s(options)) is not None:
-        used_s = seconds_used(options.folder / _ANSWERS)
+        used_s = seconds_used(options.folder / ANSWERS)
         return Length(seconds=seconds_left(limit_s, used_s, "hours"))
     if options.steps is not None:
         return Length(steps=options.steps)
@@ -143,11 +151,12 @@ def prepare_data(options: TrainOptions, report: Report) -> Continuations:
             options.max_tokens,
             spec.max_position_embeddings,
             rows=prompt_rows(options.target, options.chat),
+            temperatures=usual_temperatures(is_small=is_small(spec)),
         )
         if (limit_s := _limit_s(options)) is not None:
             settings = replace(settings, budget_s=limit_s * ANSWERS_SHARE)
             report(f"answers get at most {format_duration(settings.budget_s)}, training the rest")
-        found = gather(options.data, settings, options.folder / _ANSWERS, report)
+        found = gather(options.data, settings, options.folder / ANSWERS, report)
         if len(found) < 2:
             raise ConfigError("data: at least two sequences are needed.", param="data")
         num_held_out = max(1, min(_MAX_HELD_OUT, int(_HELD_OUT_SHARE * len(found))))

@@ -1,9 +1,10 @@
 """Training loss of a DFlash drafter (arXiv:2602.06036): blocks drawn from sequences, losses of slots.
 
 Slot 0 is the clean anchor at position a; slot k is a mask at a + k and predicts the token at its own
-position. Features are computed in every step by running the target over the sequences.
+position. The target's features and predictions are stored (`stored_outputs.py`).
 
-Shapes: B sequences, T tokens, A anchors, S block size, N = S - 1 drafted slots, V vocabulary.
+Shapes: B sequences, T tokens, A anchors, S block size, N = S - 1 drafted slots, R = B * A * N rows, C
+candidates.
 """
 
 from __future__ import annotations
@@ -14,25 +15,31 @@ import torch
 
 from ....cluster.speculation.acceptance_length import expected_acceptance_length
 from ..loop.continuations import PaddedBatch
+from ..loop.training_loop import Step
 from .chunked_cross_entropy import RowLosses, Teacher, row_losses
 from .dflash_module import TrainableDrafter
 from .frozen_target import FrozenTarget
 from .recipes import DrafterSettings, Teaching
+from .stored_outputs import BatchOutputs, Candidates
 
 
 def block_loss(
     target: FrozenTarget,
     drafter: TrainableDrafter,
     batch: PaddedBatch,
+    outputs: BatchOutputs,
     settings: DrafterSettings,
-    block_size: int,
+    step: Step,
     seed: int,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Return the loss of random blocks of a batch, weighted by D-PACE, and figures for reports."""
     tokens_BT = torch.from_numpy(batch.tokens).to(target.device)
-    mask_id = drafter.config.mask_token_id
-    blocks = draw_blocks(batch, tokens_BT, settings.num_anchors, block_size, mask_id, seed)
-    losses = block_losses(target, drafter, tokens_BT, blocks, settings.teaching)
+    block_size = settings.block_sizes[step.index % len(settings.block_sizes)]
+    blocks = draw_blocks(
+        batch, tokens_BT, settings.num_anchors, block_size, drafter.config.mask_token_id, seed
+    )
+    candidates = outputs.candidates(drafter.config.vocab_size, seed)
+    losses = block_losses(target, drafter, outputs, candidates, blocks, settings.teaching.at(step.progress))
     weights = dpace_weights(losses.label_loss_R.view_as(blocks.labels))
     loss = weighted_mean(losses.loss_R.view_as(blocks.labels), weights, blocks.is_counted)
     return loss, report_figures(blocks, losses)
@@ -50,29 +57,34 @@ def draw_blocks(
 def block_losses(
     target: FrozenTarget,
     drafter: TrainableDrafter,
-    tokens_BT: torch.Tensor,
+    outputs: BatchOutputs,
+    candidates: Candidates,
     blocks: Blocks,
     teaching: Teaching,
 ) -> RowLosses:
-    """Return the losses of all slots, flattened to rows; with a selector, of its scores of all tokens.
+    """Return the losses of all slots, flattened to rows; with a selector, of its scores of all candidates.
 
-    This is cheaper than finding the top candidates, and also covers candidates that sampling noise selects.
+    The engine's selector chooses among few; here all are scored, since sampling noise selects others, too.
     """
-    features, target_logits_BTV = target.read(tokens_BT)
-    selector = drafter.candidate_selector
-    with torch.autocast(tokens_BT.device.type, torch.bfloat16):
-        hidden_BASD = drafter(features, target.embed(blocks.inputs), blocks.anchors)
+    selector, token_ids_C = drafter.candidate_selector, candidates.token_ids_C
+    with torch.autocast(target.device.type, torch.bfloat16):
+        hidden_BASD = drafter(outputs.features_BTF, target.embed(blocks.inputs), blocks.anchors)
         hidden_RD = hidden_BASD[..., 1:, :].flatten(0, 2)
-        logits_RV = drafter.logits(target.head, hidden_RD)
-        scores_RV = logits_RV
+        logits_RC = (
+            drafter.logits(lambda hidden: target.head(hidden, token_ids_C), hidden_RD) + candidates.bias_C
+        )
+        scores_RC = logits_RC
         if selector is not None:
-            scores_RV = logits_RV + selector.scores(hidden_RD, blocks.before.flatten())
+            scores_RC = logits_RC + selector.scores(hidden_RD, blocks.before.flatten(), token_ids_C)
+    labels_R = candidates.find(blocks.labels.flatten())
+    slots_N = torch.arange(1, blocks.labels.shape[-1] + 1, device=target.device)
+    rows_R = outputs.rows(blocks.anchors[..., None] + slots_N).flatten()
     shares = teaching.teacher_share, teaching.distance_share
-    teacher = Teacher(target_logits_BTV.flatten(0, 1), teacher_rows(blocks, tokens_BT), *shares)
-    losses = row_losses(scores_RV, blocks.labels.flatten(), teacher)
+    teacher = Teacher(outputs.teacher_logits(candidates), rows_R, *shares)
+    losses = row_losses(scores_RC, labels_R, teacher)
     if selector is None:
         return losses
-    unary_R = row_losses(logits_RV, blocks.labels.flatten(), teacher).loss_R
+    unary_R = row_losses(logits_RC, labels_R, teacher).loss_R
     return replace(losses, loss_R=losses.loss_R + teaching.unary_share * unary_R)
 
 

@@ -6,7 +6,7 @@ keeps context K/V in pages, `drafter/compute/blocks.py` and
 `drafter/step/sampling/selector.py`; embedding and head are the target's.
 
 Shapes: B sequences, T context tokens, A anchors per sequence, S block size, D width, F tapped features, H
-query heads, G key/value heads, E head width or selector rank, C channels of a group, V vocabulary, R rows.
+query heads, G key/value heads, E head width or selector rank, C candidates, V vocabulary, R rows.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class TrainableSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, size.rank))
         self.hidden_projection = nn.Linear(width, size.rank, bias=False)
 
-    def scores(self, y_RD: torch.Tensor, before_R: torch.Tensor) -> torch.Tensor:
-        """Return the scores of all tokens after `before`, [R, V], to be added to the logits."""
+    def scores(self, y_RD: torch.Tensor, before_R: torch.Tensor, after_C: torch.Tensor) -> torch.Tensor:
+        """Return the scores of the tokens `after`, following `before`, [R, C], to be added to the logits."""
         gated_RE = F.embedding(before_R, self.predecessor_codebook) * self.hidden_projection(y_RD)
-        return F.linear(gated_RE, self.successor_codebook)
+        return F.linear(gated_RE, F.embedding(after_C, self.successor_codebook))
 
 
 class TrainableDrafter(nn.Module):

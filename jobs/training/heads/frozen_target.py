@@ -1,4 +1,4 @@
-"""The frozen target in a drafter's training: features, embeddings and logits.
+"""The frozen target in a drafter's training: features, embeddings and head.
 
 It runs the engine's own forward pass, so any supported target can be used (all families, quantized
 checkpoints, experts), and the drafter is trained on the same features as in serving. Built from the same plan
@@ -57,24 +57,31 @@ class FrozenTarget:
 
     @torch.no_grad()
     def read(self, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tapped features [B, T, taps * D] and logits [B, T, V], in the target's dtype."""
+        """Return tapped features [B, T, taps * D] and the head's inputs [B, T, D], in the target's dtype."""
         shape = tokens_BT.shape
         rows = self._rows(*shape)
         assert self._cache is not None
         with torch.autocast(self.device.type, enabled=False):  # the engine chooses its dtypes
             hidden_ND, taps_NmD = self._decoder.forward(tokens_BT.flatten(), rows, self._cache)
-            logits_NV = self._decoder.logits(hidden_ND)
         assert taps_NmD is not None, "a drafter has taps"
-        return taps_NmD.flatten(1).unflatten(0, shape), logits_NV.unflatten(0, shape)
+        return taps_NmD.flatten(1).unflatten(0, shape), hidden_ND.unflatten(0, shape)
+
+    @torch.no_grad()
+    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Return the target's own logits [N, V]."""
+        with torch.autocast(self.device.type, enabled=False):
+            return self._decoder.logits(hidden_ND)
 
     @torch.no_grad()
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return token embeddings as the drafter gets them in serving, [..., D]."""
         return self._decoder.shared_embeddings.embed(tokens.flatten()).view(*tokens.shape, -1)
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def head(self, hidden: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the head's logits of a drafter's hidden states, of all tokens or of these."""
+        head_VD = self._head_VD if token_ids is None else self._head_VD[token_ids]
         # Contiguous, else torch copies the head.
-        return F.linear(hidden.to(self.dtype).contiguous(), self._head_VD)
+        return F.linear(hidden.to(self.dtype).contiguous(), head_VD)
 
     def _rows(self, num_sequences: int, num_tokens: int) -> PlacedRows:
         pages = pages_for(num_tokens, self._page_size)

@@ -98,11 +98,29 @@ def new_drafter(
         return drafter
     for index, layer in enumerate(drafter.layers):
         parts = layer_parts(target, target.spec.num_layers * (index + 1) // config.num_layers - 1)
-        load_matching(layer, parts)  # a target has no convolutions
+        load_matching(layer, _without_input_norm(parts))  # a target has no convolutions
     width = config.hidden_size
     drafter.fc.weight[:, -width:].copy_(torch.eye(width))
-    drafter.norm.weight.copy_(target.final_norm())
+    drafter.norm.weight.copy_(_soft_norm(target.final_norm().float(), target.head()))
     return drafter
+
+
+def _without_input_norm(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Fold the input norm's weight into q, k and v, which in a drafter also read the context, without it."""
+    norm = parts["input_layernorm.weight"]
+    folded = {f"self_attn.{kind}_proj.weight": norm for kind in "qkv"}
+    folded = {name: parts[name] * weight for name, weight in folded.items() if name in parts}
+    return {**parts, **folded, "input_layernorm.weight": torch.ones_like(norm)}
+
+
+def _soft_norm(norm_D: torch.Tensor, head_VD: torch.Tensor) -> torch.Tensor:
+    """Scale the final norm's weight down where logits of unrelated states would have a variance above 1.
+
+    A new drafter knows nothing: with the target's weight, its confident logits would lose more than a uniform
+    guess.
+    """
+    variance = norm_D.square().mean() * head_VD.float().square().sum(dim=-1).mean()
+    return norm_D * variance.clamp(min=1.0).rsqrt()
 
 
 def _add_identity_layers(drafter: TrainableDrafter, known: Sequence[str]) -> None:

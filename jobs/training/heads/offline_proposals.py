@@ -3,7 +3,7 @@
 For a whole block by row or along the selector's path. All positions are drafted in one pass, without pages
 or steps.
 
-Shapes: T tokens, A anchors, S block size, N drafts of an anchor, D width, V vocabulary.
+Shapes: T tokens, F tapped features, A anchors, S block size, N drafts of an anchor, D width, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,9 @@ from ..loop.continuations import ContinuationRequest
 from .dflash_module import TrainableDrafter
 from .frozen_target import FrozenTarget
 
-# Returns drafts [A, N] of a sequence for the positions after each anchor, sampled like the question.
-OfflineProposals = Callable[[ContinuationRequest, torch.Tensor, torch.Tensor], torch.Tensor]
+# (features [T, F], question, tokens [T], anchors [A]) -> drafts [A, N] for the positions after each anchor,
+# sampled like the question.
+OfflineProposals = Callable[[torch.Tensor, ContinuationRequest, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class BlockProposals:
@@ -30,15 +31,18 @@ class BlockProposals:
 
     @torch.no_grad()
     def __call__(
-        self, question: ContinuationRequest, tokens_T: torch.Tensor, anchors_A: torch.Tensor
+        self,
+        features_TF: torch.Tensor,
+        question: ContinuationRequest,
+        tokens_T: torch.Tensor,
+        anchors_A: torch.Tensor,
     ) -> torch.Tensor:
         drafter, device = self._drafter, tokens_T.device
         num_slots = drafter.config.max_drafts
         blocks_AS = torch.full((len(anchors_A), num_slots + 1), drafter.config.mask_token_id, device=device)
         blocks_AS[:, 0] = tokens_T[anchors_A]
-        features, _ = self._target.read(tokens_T[None])
         with torch.autocast(device.type, torch.bfloat16):
-            hidden_ASD = drafter(features, self._target.embed(blocks_AS[None]), anchors_A[None])[0]
+            hidden_ASD = drafter(features_TF[None], self._target.embed(blocks_AS[None]), anchors_A[None])[0]
         hidden_RD = hidden_ASD[:, 1:].flatten(0, 1).to(self._target.dtype)
         positions_AN = anchors_A[:, None] + torch.arange(1, num_slots + 1, device=device)
         batch = sampling(question, positions_AN.flatten())
@@ -68,12 +72,13 @@ class BlockProposals:
 
 def accepted_at(
     proposals: OfflineProposals,
+    features_TF: torch.Tensor,
     question: ContinuationRequest,
     tokens_T: torch.Tensor,
     anchors_A: torch.Tensor,
 ) -> list[int]:
     device = tokens_T.device
-    drafts_AN = proposals(question, tokens_T, anchors_A)
+    drafts_AN = proposals(features_TF, question, tokens_T, anchors_A)
     num_drafts = drafts_AN.shape[1]
     past_end = torch.full((num_drafts,), -1, device=device)
     truth_AN = torch.cat([tokens_T, past_end])[

@@ -14,14 +14,27 @@ Head = Literal["dflash", "selector", "dflash2"]
 
 @dataclass(frozen=True)
 class Teaching:
-    """Weights of the parts of the loss: the target's distribution (the token has the rest), and rejection.
+    """Weights of the parts of the loss.
 
-    `unary_share` weighs the loss of the plain logits, which determine a selector's candidates.
+    Attributes:
+        teacher_share: of the target's distribution in the cross-entropy; the token has the rest.
+        distance_share: of the rejection probability in the loss.
+        distance_from: progress at which that starts to grow, to its whole weight at twice this progress: it
+            has no gradient where the drafter gives a token no probability.
+        unary_share: of the loss of the plain logits, which determine a selector's candidates.
     """
 
     teacher_share: float = 0.5
     distance_share: float = 0.0
+    distance_from: float = 1 / 3
     unary_share: float = 0.5
+
+    def at(self, progress: float) -> Teaching:
+        """Return the weights at this progress of a run."""
+        if progress >= 2 * self.distance_from:
+            return self
+        grown = max(0.0, progress / self.distance_from - 1.0)
+        return replace(self, distance_share=self.distance_share * grown)
 
 
 @dataclass(frozen=True)
@@ -65,17 +78,28 @@ class DrafterSettings(TrainSettings):
 
 
 _SELECTOR = SelectorSize(rank=128, top_k=16)
-_SECOND = DrafterSettings(
+_PLAIN = DrafterSettings(
     block_sizes=(16, 8),
     num_anchors=32,
-    matrix_lr=2e-3,
-    other_lr=5e-3,
-    teaching=Teaching(distance_share=0.7),
+    matrix_lr=6e-3,
+    other_lr=15e-3,
+    teaching=Teaching(distance_share=0.5),
     schedule=Schedule(warmup_steps=30, decay_from=0.3),
 )
 # "selector": DFlash2 without convolutions, which the compiled CPU backend does not support.
-RECIPES: Mapping[Head, DrafterSettings] = {
-    "dflash": _SECOND,
-    "selector": replace(_SECOND, selector=_SELECTOR),
-    "dflash2": replace(_SECOND, selector=_SELECTOR, conv_group_size=16),
+_PARTS: Mapping[Head, DrafterSettings] = {
+    "dflash": _PLAIN,
+    "selector": replace(_PLAIN, selector=_SELECTOR),
+    "dflash2": replace(_PLAIN, selector=_SELECTOR, conv_group_size=16),
 }
+
+
+def new_recipe(head: Head, *, is_small: bool) -> DrafterSettings:
+    """Return the recipe for a new drafter: blocks of 16, of 8 for a small target, which says less surely."""
+    return _PARTS[head].with_blocks(8) if is_small else _PARTS[head]
+
+
+def further_recipe(head: Head) -> DrafterSettings:
+    """Return the recipe for a trained drafter: lower rates, and the rejection probability from the start."""
+    teaching = Teaching(distance_share=0.7, distance_from=0.0)
+    return replace(_PARTS[head], matrix_lr=2e-3, other_lr=5e-3, teaching=teaching)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +16,21 @@ from torch import nn
 from ....actors.checkpoints.checkpoint_paths import resolve_checkpoint
 from ....actors.targets.families import read_model
 from ....actors.targets.model.model_spec import ModelSpec
+from ....actors.targets.model.weights import target_shapes
 from ....drafter.compute.checkpoint.hf_config import read_json
 from ....drafter.dflash.checkpoint import check_drafter
 from ..loop.continuations import ContinuationReader, ContinuationRequest, Continuations, PaddedBatch
+from ..loop.training_loop import Step
 from .dflash_loss import block_loss, draw_anchors
 from .export import export_drafter
 from .frozen_target import FrozenTarget
 from .initialization import continued, drafter_config, facts_of, new_drafter
 from .offline_proposals import BlockProposals, OfflineProposals, accepted_at
 from .recipes import DrafterSettings
+from .stored_outputs import BatchOutputs, StoredOutputs
 
-# (batch, step, seed) -> loss and figures.
-Loss = Callable[[PaddedBatch, int, int], tuple[torch.Tensor, dict[str, float]]]
+# (batch, the target's outputs for it, step, seed) -> loss and figures.
+Loss = Callable[[PaddedBatch, BatchOutputs, Step, int], tuple[torch.Tensor, dict[str, float]]]
 
 _HELD_OUT_SEQUENCES, _HELD_OUT_PLACES = 16, 16
 
@@ -36,18 +40,24 @@ def read_target(target: str | Path) -> tuple[ModelSpec, Path]:
     return read_model(folder), folder
 
 
+def is_small(spec: ModelSpec) -> bool:
+    """Return whether a target has less than 1 B parameters; its answers are less certain."""
+    return sum(map(math.prod, target_shapes(spec).values())) < 10**9
+
+
 @dataclass(frozen=True)
 class Trainable:
     """A drafter in training with its target; `export` writes a checkpoint folder."""
 
     target: FrozenTarget
+    layer_ids: tuple[int, ...]
     model: nn.Module
     loss: Loss
     proposals: OfflineProposals
     export: Callable[[Path], None]
 
     @torch.no_grad()
-    def measure(self, held_out: Continuations) -> dict[str, float]:
+    def measure(self, held_out: Continuations, stored: StoredOutputs) -> dict[str, float]:
         """Return "loss", "accepted" and "tokens_per_step" on some held-out sequences at fixed positions.
 
         Drafts are greedy and accepted while they match the text; "accepted" is the share of first drafts that
@@ -55,15 +65,19 @@ class Trainable:
         """
         count = min(len(held_out), _HELD_OUT_SEQUENCES)
         batch = ContinuationReader(held_out, count, pad_id=0).next_batch()
-        loss, _ = self.loss(batch, 0, 0)
+        outputs = stored.read(batch)
+        loss, _ = self.loss(batch, outputs, Step(0, progress=1.0), 0)
         first_B, length_B = torch.from_numpy(batch.first), torch.from_numpy(batch.length)
         anchors_BA = draw_anchors(first_B, length_B, _HELD_OUT_PLACES, torch.Generator().manual_seed(0))
-        tokens_BT = torch.from_numpy(batch.tokens).to(self.target.device)
-        greedy = ContinuationRequest((), 0.0, 0)
+        tokens_BT, greedy = (
+            torch.from_numpy(batch.tokens).to(self.target.device),
+            ContinuationRequest((), 0.0, 0),
+        )
         accepted: list[int] = []
-        for tokens_T, anchors_A, length in zip(tokens_BT, anchors_BA, batch.length.tolist(), strict=True):
-            places_A = anchors_A.to(tokens_T.device)
-            accepted += accepted_at(self.proposals, greedy, tokens_T[:length], places_A)
+        for row, length in enumerate(batch.length.tolist()):
+            places_A = anchors_BA[row].to(self.target.device)
+            features_TF, tokens_T = outputs.features_BTF[row, :length], tokens_BT[row, :length]
+            accepted += accepted_at(self.proposals, features_TF, greedy, tokens_T, places_A)
         return {
             "loss": loss.item(),
             "accepted": sum(each > 0 for each in accepted) / len(accepted),
@@ -91,14 +105,11 @@ def make_drafter(
     frozen = FrozenTarget(target, config.target_layer_ids, max_tokens, device)
     drafter = new_drafter(config, frozen.weights, initial).to(device)
 
-    def loss(batch: PaddedBatch, step: int, seed: int) -> tuple[torch.Tensor, dict[str, float]]:
-        block_size = settings.block_sizes[step % len(settings.block_sizes)]
-        return block_loss(frozen, drafter, batch, settings, block_size, seed)
-
     return Trainable(
         frozen,
+        config.target_layer_ids,
         drafter,
-        loss,
+        lambda batch, outputs, step, seed: block_loss(frozen, drafter, batch, outputs, settings, step, seed),
         BlockProposals(frozen, drafter),
         lambda folder: export_drafter(drafter, spec, folder, raw),
     )

@@ -40,7 +40,7 @@ ANSWERS_PER_PART = 64
 ANSWERS_SHARE = 0.25  # of a run limited by time; what answering leaves of it is for training
 MAX_NEW_TOKENS = 192
 NUM_RUNNING = 64  # concurrent answers
-_USED_S = "used_s"
+USED_S = "used_s"
 _LINE_S, _TERMINAL_S = 60.0, 0.5  # between two lines of a log; between two states of a terminal's line
 
 
@@ -81,9 +81,14 @@ def write_continuations(
     return parts.read()
 
 
+def usual_temperatures(*, is_small: bool) -> tuple[float, ...]:
+    """Return the sampling temperatures of training data, used in turn. At 1 small targets write noise."""
+    return (0.0, 0.7) if is_small else TEMPERATURES
+
+
 def seconds_used(folder: Path) -> float:
-    """Return the seconds that a run has spent on the answers of this folder."""
-    path = folder / _USED_S
+    """Return the seconds that all processes of a run have spent on what is in this folder."""
+    path = folder / USED_S
     return float(path.read_text()) if path.exists() else 0.0
 
 
@@ -189,7 +194,7 @@ class AnswerParts:
             self._paths.append(path)
             self._answered.update(self._part)
             self._part = {}
-        (self._folder / _USED_S).write_text(f"{used_s:.1f}")
+        (self._folder / USED_S).write_text(f"{used_s:.1f}")
 
     def _write_outputs(self, name: str, kept: Sequence[int]) -> None:
         """Write no outputs of the target."""

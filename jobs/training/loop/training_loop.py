@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -76,6 +77,12 @@ class TimeBudget:
     @property
     def progress(self) -> float:
         return min(1.0, self.used_s / self.budget_s)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        begin_s = time.monotonic()
+        yield
+        self._started += time.monotonic() - begin_s
 
 
 class Reader(Protocol):
@@ -158,7 +165,7 @@ class TrainingLoop:
         """Train to the end of the run; `measure` is called at the start, the end, and at snapshots."""
         budget = TimeBudget(length.seconds or float("inf"), max(self.used_s, self._curves.used_s))
         saved_at = time.monotonic()
-        self._measure(measure)
+        self._measure(measure, budget)
         while (progress := self._progress(length)) < 1.0:
             result = compute_loss(Step(self.step, progress))
             result.loss.backward()
@@ -175,10 +182,10 @@ class TrainingLoop:
             figures = self._mean_figures({"loss": result.loss.item(), **result.figures})
             self._note(figures, progress, lr_factor)
             if time.monotonic() - saved_at > self._settings.snapshot_every_s:
-                self._measure(measure)
+                self._measure(measure, budget)
                 self.save()
                 saved_at = time.monotonic()
-        self._measure(measure)
+        self._measure(measure, budget)
         self.save()
 
     def save(self) -> None:
@@ -230,11 +237,11 @@ class TrainingLoop:
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _measure(self, measure: Callable[[], dict[str, float]] | None) -> None:
-        """Measure the average of the weights, which is what is exported."""
+    def _measure(self, measure: Callable[[], dict[str, float]] | None, budget: TimeBudget) -> None:
+        """Measure the average of the weights, which is what is exported; this is no training time."""
         if measure is None or not self._is_first or self._curves.has_measured(self.step):
             return
-        with self.average.in_place():
+        with budget.paused(), self.average.in_place():
             figures = measure()
         self._curves.add({"step": self.step, "held_out": figures})
         self._report(f"{self.name} step {self.step}, held out: {_format(figures)}")

@@ -100,11 +100,11 @@ def test_a_drafter_that_equals_the_target_has_every_draft_accepted(temperature: 
         answer = write(target, question, 13)
         tokens = torch.tensor([[*question.prompt_ids, *answer]])
         drafter.states = target.model(tokens).last_hidden_state
-    proposals, device = BlockProposals(frozen, drafter), torch.device("cpu")
-    lengths = accepted_lengths(proposals, question, answer, device)
+    proposals = BlockProposals(frozen, drafter)
+    lengths = accepted_lengths(proposals, frozen, question, answer)
     assert lengths == [3] * 10 + [2, 1], "whole blocks, cut at the answer's end"
     prompt = Prompt("m.py:1", "chat", "text")
-    (category, overall) = evaluate(proposals, [prompt], [question], [answer], device)
+    (category, overall) = evaluate(proposals, frozen, [prompt], [question], [answer])
     assert (category.category, overall.category) == ("chat", "overall")
     assert overall.num_steps == 3
     assert overall.mean_acceptance_length == 4.0

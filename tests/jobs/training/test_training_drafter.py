@@ -1,6 +1,7 @@
 """Drafter training: what a block sees, which positions count, and that a killed run loses nothing."""
 
 import ctypes
+import math
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,16 @@ from manta.jobs.training.loop.training_loop import (
     save_snapshot,
 )
 from manta.jobs.training.train_drafter import freed_memory_kept
-from support.checkpoints.training_targets import CPU, continuations, random_target, small_config, write_target
+from support.checkpoints.training_targets import (
+    CPU,
+    continuations,
+    random_target,
+    small_config,
+    stored_outputs,
+    write_target,
+)
 from torch.nn import functional as F
+from transformers import Qwen3ForCausalLM
 
 CONFIG = small_config()
 
@@ -131,7 +140,7 @@ def test_losses_against_a_teacher_equal_torchs_in_value_and_gradient(distance_sh
     torch.testing.assert_close(gradient, reference)
 
 
-def test_the_teacher_of_a_slot_is_the_targets_row_before_it(target: Path):
+def test_the_teacher_of_a_slot_is_the_targets_row_before_it(target: Path, tmp_path: Path):
     """A drafter that copies the target's rows must overlap fully, so that any shift shows."""
     batch = ContinuationReader(continuations(), 4, pad_id=0).next_batch()
     hidden = random_target().model(torch.from_numpy(batch.tokens)).last_hidden_state
@@ -143,9 +152,11 @@ def test_the_teacher_of_a_slot_is_the_targets_row_before_it(target: Path):
 
     tokens = torch.from_numpy(batch.tokens)
     blocks = draw_blocks(batch, tokens, num_anchors=5, block_size=4, mask_id=63, seed=0)
-    losses = block_losses(frozen(target), Copying(CONFIG), tokens, blocks, Teaching())
+    outputs = stored_outputs(frozen(target), (1, 2), continuations(), tmp_path).read(batch)
+    candidates = outputs.candidates(64, seed=0)
+    losses = block_losses(frozen(target), Copying(CONFIG), outputs, candidates, blocks, Teaching())
     overlap = losses.overlap_R.view_as(blocks.labels)[blocks.is_counted]
-    assert overlap.min() > 0.99
+    assert overlap.min() > 0.98
 
 
 def test_continuations_survive_saving_and_padding(tmp_path: Path):
@@ -175,15 +186,55 @@ def test_a_kill_while_saving_leaves_the_last_snapshot_intact(tmp_path: Path, mon
     assert load_snapshot(path) == {"step": 1}
 
 
-def test_a_new_drafter_is_initialized_with_layers_of_the_target(target: Path):
-    weights = frozen(target).weights
+def confident_target(folder: Path) -> Path:
+    """A target as published ones: small weights of layers' norms, and logits with a large variance."""
+    model = random_target()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("layernorm.weight"):
+                weight.copy_(0.3 + 0.1 * torch.randn(weight.shape, generator=generator))
+        model.model.norm.weight.fill_(1.8)
+        model.lm_head.weight.copy_(torch.randn(model.lm_head.weight.shape, generator=generator))
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_new_drafters_layers_attend_to_the_context_as_the_targets_own(tmp_path: Path):
+    weights = frozen(confident_target(tmp_path)).weights
     settings = DrafterSettings(num_layers=2, block_sizes=(4,), num_taps=2)
     drafter = new_drafter(drafter_config(weights.spec, settings, 63), weights)
+    model, states = Qwen3ForCausalLM.from_pretrained(tmp_path), torch.randn(5, 32) * 7.0
     for ours, theirs in zip(drafter.layers, (2, 5), strict=True):
-        layer = random_target().model.layers[theirs]
+        layer = model.model.layers[theirs]
         assert torch.equal(ours.mlp.down_proj.weight, layer.mlp.down_proj.weight)
-        assert torch.equal(ours.self_attn.k_proj.weight, layer.self_attn.k_proj.weight)
-    assert torch.equal(drafter.norm.weight, random_target().model.norm.weight)
+        for kind in ("q_proj", "k_proj", "v_proj"):
+            expected = getattr(layer.self_attn, kind)(layer.input_layernorm(states))
+            context = getattr(ours.self_attn, kind)(drafter.hidden_norm(states))
+            own = getattr(ours.self_attn, kind)(ours.input_layernorm(states))
+            torch.testing.assert_close(context, expected, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_new_drafter_starts_no_worse_than_a_uniform_guess(tmp_path: Path):
+    """With the target's final norm, as copied, it would lose several times as much."""
+    target = frozen(confident_target(tmp_path))
+    settings = DrafterSettings(num_layers=2, block_sizes=(4,), num_taps=2)
+    drafter = new_drafter(drafter_config(target.spec, settings, 63), target.weights)
+    batch = ContinuationReader(continuations(), 12, pad_id=0).next_batch()
+    tokens, uniform = torch.from_numpy(batch.tokens), math.log(64)
+    blocks = draw_blocks(batch, tokens, 8, 4, 63, seed=0)
+    features, _ = target.read(tokens)
+
+    def start() -> float:
+        with torch.no_grad():
+            hidden = drafter(features, target.embed(blocks.inputs), blocks.anchors)[..., 1:, :]
+        losses = row_losses(target.head(hidden.flatten(0, 2)), blocks.labels.flatten())
+        return losses.loss_R.view_as(blocks.labels)[blocks.is_counted].mean().item()
+
+    assert start() < 1.15 * uniform
+    drafter.norm.weight.data.copy_(target.weights.final_norm())
+    assert start() > 2.0 * uniform
 
 
 class Mallinfo2(ctypes.Structure):

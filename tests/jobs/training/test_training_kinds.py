@@ -122,6 +122,11 @@ def test_an_exported_drafter_drafts_like_the_trained_one(group_size: int | None,
     lengths = [1, 40, 17]
     taps = random_taps(lengths)
     requests = Requests(served, lengths, taps)
+    all_ids = torch.arange(VOCAB)
+
+    def scores_of(hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        return trained.candidate_selector.scores(hidden, before, all_ids)
+
     drafts = requests.proposer.propose(requests.plan([15, 15, 15]), requests.states).drafts_RK
     for r, logits in enumerate(requests.block_logits([15, 15, 15])):
         block = torch.full((16,), 90)
@@ -133,7 +138,7 @@ def test_an_exported_drafter_drafts_like_the_trained_one(group_size: int | None,
             torch.testing.assert_close(logits, unary, rtol=1e-4, atol=1e-4)
             before, path = block[:1], []
             for slot in range(15):
-                scores = unary[slot] + trained.candidate_selector.scores(hidden[slot : slot + 1], before)[0]
+                scores = unary[slot] + scores_of(hidden[slot : slot + 1], before)[0]
                 likeliest = unary[slot].topk(16).indices
                 before = likeliest[scores[likeliest].argmax()][None]
                 path.append(int(before))
@@ -148,11 +153,12 @@ def test_an_offline_selector_path_starts_at_each_anchor(temperature: float, targ
     drafter.bfloat16()
     question, tokens = ContinuationRequest((1, 2, 3), temperature, seed=7), torch.arange(3, 15)
     anchors = torch.tensor([4, 9])
-    drafts = BlockProposals(frozen, drafter)(question, tokens, anchors)
+    features, _ = frozen.read(tokens[None])
+    drafts = BlockProposals(frozen, drafter)(features[0], question, tokens, anchors)
     blocks = torch.full((2, 4), MASK_ID)
     blocks[:, 0] = tokens[anchors]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        hidden = drafter(frozen.read(tokens[None])[0], frozen.embed(blocks[None]), anchors[None])[0][:, 1:]
+        hidden = drafter(features, frozen.embed(blocks[None]), anchors[None])[0][:, 1:]
         unary = frozen.head(hidden.flatten(0, 1)).float().unflatten(0, (2, 3))
     selector = drafter.candidate_selector.float()
     for row, anchor in enumerate(anchors.tolist()):
@@ -178,10 +184,12 @@ def test_offline_chains_do_not_see_tokens_after_their_anchor(target: Path):
     shuffle_weights(head)
     question, tokens = ContinuationRequest((1, 2), 1.0, seed=7), torch.randint(0, 60, (20,))
     proposals = ChainProposals(frozen, head, num_drafts=3)
-    together = proposals(question, tokens, torch.tensor([5, 11, 18]))
+    features = frozen.read(tokens[None])[0][0]
+    together = proposals(features, question, tokens, torch.tensor([5, 11, 18]))
     assert together.shape == (3, 3)
     for row, anchor in enumerate((5, 11, 18)):
-        alone = proposals(question, tokens[: anchor + 1], torch.tensor([anchor]))
+        seen = slice(anchor + 1)
+        alone = proposals(features[seen], question, tokens[seen], torch.tensor([anchor]))
         assert torch.equal(alone[0], together[row])
 
 
@@ -192,7 +200,8 @@ def test_an_untrained_copy_equals_the_first_drafter(target: Path):
     features, blocks = torch.randn(1, 9, 64), torch.randn(1, 2, 4, 32)
     anchors = torch.tensor([[3, 8]])
     torch.testing.assert_close(trained(features, blocks, anchors), first(features, blocks, anchors))
-    assert not trained.candidate_selector.scores(torch.randn(3, 32), torch.tensor([1, 2, 3])).any()
+    before, after = torch.tensor([1, 2, 3]), torch.arange(64)
+    assert not trained.candidate_selector.scores(torch.randn(3, 32), before, after).any()
 
 
 def test_added_layers_have_no_effect_at_first(target: Path, tmp_path: Path):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from manta.actors.capture.target_outputs import OutputLayout
+from manta.actors.targets.model.tensor_parallel import SingleRank
 from manta.drafter.compute.layers.rope import RopeConfig
 from manta.drafter.dflash.config import DrafterConfig, DraftLayer
+from manta.jobs.training.heads.frozen_target import FrozenTarget
+from manta.jobs.training.heads.stored_outputs import StoredOutputs, store_outputs
 from manta.jobs.training.loop.continuations import Continuations
 from transformers import Qwen3ForCausalLM
 
@@ -41,6 +46,15 @@ def continuations(count: int = 12, vocab_size: int = 60) -> Continuations:
         )
         for i in range(count)
     )
+
+
+def stored_outputs(
+    target: FrozenTarget, layer_ids: tuple[int, ...], data: Continuations, folder: Path
+) -> StoredOutputs:
+    """All outputs of a target for these sequences, computed and stored in `folder`."""
+    layout = OutputLayout.of(layer_ids, target.spec.hidden_size, target.spec.vocab_size)
+    run = (data.take([]), data, (), folder, math.inf, lambda _: None, SingleRank())
+    return store_outputs(target, layout, *run)
 
 
 def small_config(**changes: Any) -> DrafterConfig:  # Any: fields by name
