@@ -19,6 +19,7 @@ from typing import Any
 
 from ....actors.batch.dataset.row_requests import RowSchema, category_of
 from ....actors.capture.records import is_captured
+from ....actors.capture.target_outputs import OutputLayout
 from ....actors.checkpoints.checkpoint_paths import shipped
 from ....actors.system.atomic_files import write_json
 from ....actors.tokenization.tokenizer import Tokenizer
@@ -117,8 +118,17 @@ def is_held_out(prompt: Sequence[int], one_in: int) -> bool:
     return int.from_bytes(digest[:8], "big") % one_in == 0
 
 
-def prepare_text(key: AdaptRunKey, folder: Path, tokenizer: Tokenizer, report: Callable[[str], None]) -> Text:
-    """Prepare the text of a run and store it, so that a continued run ignores traffic captured since."""
+def prepare_text(
+    key: AdaptRunKey,
+    folder: Path,
+    tokenizer: Tokenizer,
+    report: Callable[[str], None],
+    layout: OutputLayout | None = None,
+) -> Text:
+    """Prepare the text of a run and store it, so that a continued run ignores traffic captured since.
+
+    With a layout the target's outputs are recorded beside the answers that it generates.
+    """
     text_file = folder / "text.json"
     if text_file.exists():
         return _load(key, folder, text_file)
@@ -130,7 +140,7 @@ def prepare_text(key: AdaptRunKey, folder: Path, tokenizer: Tokenizer, report: C
     answers_s = key.minutes * 60.0 * ANSWERS_SHARE / 2
     used_s = 0.0
     for name, examples in (("new", new), ("old", old), ("watched", new_out[:WATCHED])):
-        found = _answered(Path(key.target), examples, folder / name, answers_s, report)
+        found = _answered(Path(key.target), examples, folder / name, answers_s, report, layout)
         found.save(folder / f"{name}.npz")
         used_s += seconds_used(folder / name)
     content = {
@@ -179,7 +189,12 @@ def _split(
 
 
 def _answered(
-    target: Path, examples: Sequence[Example], folder: Path, budget_s: float, report: Callable[[str], None]
+    target: Path,
+    examples: Sequence[Example],
+    folder: Path,
+    budget_s: float,
+    report: Callable[[str], None],
+    layout: OutputLayout | None,
 ) -> Continuations:
     """Return completions with the known answers; the target generates the others within `budget_s`."""
     known = [(each.prompt, each.answer) for each in examples if each.answer is not None]
@@ -188,5 +203,5 @@ def _answered(
         for number, each in enumerate(examples)
         if each.answer is None
     ]
-    answered = write_continuations(target, requests, folder, budget_s, report)
+    answered = write_continuations(target, requests, folder, budget_s, report, layout=layout)
     return Continuations.join([Continuations.of_pairs(known), answered])

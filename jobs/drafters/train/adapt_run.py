@@ -25,6 +25,7 @@ from ...bench.common.engine_passes import PromptRow, say
 from ...bench.common.request_source import RequestSource
 from ...common.tables import decimals, print_table
 from ...training.heads.recipes import DrafterSettings, Teaching
+from ...training.heads.trainables import output_layout, read_target
 from ...training.loop.training_loop import Length, Schedule
 from ...training.train_drafter import train
 from ..common.options import AdaptOptions
@@ -54,7 +55,8 @@ def run_adapt(options: AdaptOptions, report: Callable[[str], None] = say) -> dic
         str(initial), str(target), str(options.data), str(options.replay), options.minutes, options.chat
     )
     options.work.mkdir(mode=0o700, parents=True, exist_ok=True)
-    text = prepare_text(key, options.work, Tokenizer.load(target), report)
+    layout = output_layout(read_target(target)[0], RECIPE, initial)
+    text = prepare_text(key, options.work, Tokenizer.load(target), report, layout)
     report(
         f"{len(text.new)} new and {len(text.old)} old completions for training; {len(text.held_out_new)} and "
         f"{len(text.held_out_old)} prompts are held out"

@@ -20,6 +20,7 @@ from typing import Any
 from ....actors.batch.dataset.row_requests import RowSchema, parse_line, prompt_column, read_request
 from ....actors.batch.dataset.source import SourceFile, open_parquet, open_source
 from ....actors.capture.records import CapturedRecord, is_captured, read_captured
+from ....actors.capture.target_outputs import OutputLayout
 from ....actors.http.protocol.chat_completion import ChatRequest, conversation
 from ....actors.tokenization.generation_config import GenerationDefaults
 from ....actors.tokenization.prompts import encode_prompt, has_chat_template
@@ -45,6 +46,7 @@ class AnswerSettings:
         longest: most tokens of prompt and answer together.
         budget_s: seconds after which no further answer begins.
         temperatures: sampling temperatures, used in turn.
+        layout: the target's outputs to record beside the answers; None records none.
     """
 
     target: str
@@ -54,6 +56,7 @@ class AnswerSettings:
     budget_s: float = float("inf")
     rows: RowSchema = COMPLETED
     temperatures: Sequence[float] = TEMPERATURES
+    layout: OutputLayout | None = None
 
 
 def gather(places: Sequence[str], settings: AnswerSettings, folder: Path, report: Report) -> Continuations:
@@ -85,6 +88,7 @@ def gather(places: Sequence[str], settings: AnswerSettings, folder: Path, report
         settings.budget_s,
         report,
         max_new_tokens=settings.max_tokens,
+        layout=settings.layout,
     )
     data = Continuations.join([Continuations.of_pairs(pairs), answered])
     if not len(data):

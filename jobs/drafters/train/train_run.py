@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from ....actors.capture.target_outputs import OutputLayout
 from ....actors.checkpoints.checkpoint_paths import absolute_path, has_tokenizer, resolve_checkpoint
 from ....actors.targets.model.model_spec import ModelSpec
 from ....actors.tokenization.tokenizer import Tokenizer
@@ -19,7 +20,7 @@ from ...common.progress import format_duration
 from ...common.ray_session import join_or_start_ray
 from ...training.heads.mask_token import mask_token
 from ...training.heads.recipes import DrafterSettings, Head, further_recipe, new_recipe
-from ...training.heads.trainables import is_small, read_target
+from ...training.heads.trainables import is_small, output_layout, read_target
 from ...training.loop.answering import ANSWERS_SHARE, seconds_left, seconds_used, usual_temperatures
 from ...training.loop.continuations import Continuations
 from ...training.loop.training_loop import Length, Report
@@ -91,7 +92,7 @@ def train_drafter(options: TrainOptions, report: Report = lambda line: print(lin
     spec, folder = read_target(options.target)
     settings = _settings(options, spec)
     mask_id = None if initial is not None else mask_token(spec, folder, options.mask_token_id, report)
-    learned = prepare_data(options, report)
+    learned = prepare_data(options, output_layout(spec, settings, initial), report)
     run = TrainingRun(
         target=absolute_path(options.target),
         folder=options.folder.resolve(),
@@ -140,7 +141,7 @@ def _limit_s(options: TrainOptions) -> float | None:
     return None if options.hours is None else options.hours * 3600
 
 
-def prepare_data(options: TrainOptions, report: Report) -> Continuations:
+def prepare_data(options: TrainOptions, layout: OutputLayout, report: Report) -> Continuations:
     data, held_out = options.folder / DATA, options.folder / HELD_OUT
     if not (data.exists() and held_out.exists()):
         spec, folder = read_target(options.target)
@@ -152,6 +153,7 @@ def prepare_data(options: TrainOptions, report: Report) -> Continuations:
             spec.max_position_embeddings,
             rows=prompt_rows(options.target, options.chat),
             temperatures=usual_temperatures(is_small=is_small(spec)),
+            layout=layout,
         )
         if (limit_s := _limit_s(options)) is not None:
             settings = replace(settings, budget_s=limit_s * ANSWERS_SHARE)

@@ -13,12 +13,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ....actors.capture.target_outputs import OutputLayout
 from ....actors.checkpoints.checkpoint_paths import resolve_checkpoint
 from ....actors.targets.families import read_model
 from ....actors.targets.model.model_spec import ModelSpec
 from ....actors.targets.model.weights import target_shapes
 from ....drafter.compute.checkpoint.hf_config import read_json
 from ....drafter.dflash.checkpoint import check_drafter
+from ....drafter.dflash.target_features import usual_layer_ids
 from ..loop.continuations import ContinuationReader, ContinuationRequest, Continuations, PaddedBatch
 from ..loop.training_loop import Step
 from .dflash_loss import block_loss, draw_anchors
@@ -43,6 +45,14 @@ def read_target(target: str | Path) -> tuple[ModelSpec, Path]:
 def is_small(spec: ModelSpec) -> bool:
     """Return whether a target has less than 1 B parameters; its answers are less certain."""
     return sum(map(math.prod, target_shapes(spec).values())) < 10**9
+
+
+def output_layout(spec: ModelSpec, settings: DrafterSettings, initial: Path | None) -> OutputLayout:
+    """Return the outputs of a target that are stored to train a drafter: `initial`, or a new one."""
+    layer_ids = usual_layer_ids(spec.num_layers, settings.num_taps)
+    if initial is not None:
+        layer_ids = check_drafter(initial, facts_of(spec)).target_layer_ids
+    return OutputLayout.of(layer_ids, spec.hidden_size, spec.vocab_size)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -288,6 +289,20 @@ def test_the_command_writes_a_checkpoint_with_its_card(target: Path, tmp_path: P
     assert check_drafter(trained.drafter, facts_of(spec)).block_size == 4
     assert "manta drafter train" in (trained.drafter / "README.md").read_text()
     assert any("tokens per step before" in line for line in reported)
+
+
+def test_outputs_recorded_with_the_answers_are_not_computed_again(tmp_path: Path) -> None:
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text("\n".join(json.dumps({"prompt": f"def read_{number}(path):"}) for number in range(24)))
+    shape = {"layers": 1, "block_size": 4, "mask_token_id": None, "max_tokens": 6, "data": (str(rows),)}
+    reported: list[str] = []
+    run = options(MODELS / "target", tmp_path / "run", **shape)
+    assert train_drafter(run, reported.append).num_steps == 2
+    assert [*run.folder.glob("answers/part-000000.outputs/taps.npy")]
+    assert not [*run.folder.glob("outputs/*.outputs")], reported
+    assert any(
+        re.fullmatch(r"time: .* for answers, 0 s for .* outputs, .* for training", line) for line in reported
+    )
 
 
 @pytest.mark.parametrize(

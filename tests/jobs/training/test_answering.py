@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import pty
 import re
+import resource
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from manta.actors.capture.target_outputs import TargetOutputs
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
@@ -31,7 +34,7 @@ from manta.jobs.training.loop.answering import (
 )
 from manta.jobs.training.loop.continuations import Continuations
 from support.checkpoints.training_targets import write_target
-from support.jobs.training_run import answer, questions
+from support.jobs.training_run import LAYOUT, answer, questions
 from support.paths import module_command
 
 COUNT = 300
@@ -53,6 +56,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Answered:
+    folder: Path
     data: Continuations
     lines: list[str]  # one after each step
 
@@ -65,8 +69,9 @@ def whole(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Answered:
         patch.setattr(answering, "_LINE_S", 0.0)
         folder = tmp_path_factory.mktemp("whole") / "answers"
         asked = questions(COUNT)
-        data = write_continuations(target, asked, folder, 1e6, lines.append, max_new_tokens=40)
-    return Answered(data, lines)
+        report, how = lines.append, {"max_new_tokens": 40, "layout": LAYOUT}
+        data = write_continuations(target, asked, folder, 1e6, report, **how)
+    return Answered(folder, data, lines)
 
 
 def parts(folder: Path) -> list[Path]:
@@ -91,15 +96,27 @@ def test_a_killed_run_loses_at_most_a_part_and_ends_with_the_same_answers(
     process.wait()
     written = {path: path.read_bytes() for path in parts(folder)}
     reported: list[str] = []
-    continued = write_continuations(
-        target, questions(COUNT), folder, float("inf"), reported.append, max_new_tokens=40
-    )
+    report, how = reported.append, {"max_new_tokens": 40, "layout": LAYOUT}
+    continued = write_continuations(target, questions(COUNT), folder, float("inf"), report, **how)
     assert continued.digest == whole.data.digest and len(continued) == COUNT
     assert all(path.read_bytes() == content for path, content in written.items()), "no part is answered again"
     assert reported[-1].startswith(f"killed: {COUNT} of {COUNT} answered")
     assert len(parts(folder)) == -(-COUNT // ANSWERS_PER_PART)
+    check_outputs(folder, continued, whole)
     again = answer(target, folder, COUNT)
     assert again.digest == whole.data.digest and len(parts(folder)) == -(-COUNT // ANSWERS_PER_PART)
+
+
+def check_outputs(folder: Path, data: Continuations, whole: Answered) -> None:
+    """Check that a folder has outputs for all sequences: those of a run without a kill, but for rounding."""
+    ours, theirs = (TargetOutputs(LAYOUT, [each]) for each in (folder, whole.folder))
+    assert len(ours) == len(theirs) == len(data) == COUNT
+    for (_, ids), first in zip(sequences(data), data.first.tolist(), strict=True):
+        one, other = ours.of(ids, first), theirs.of(ids, first)
+        assert one is not None and other is not None
+        taps = [torch.from_numpy(each.taps.copy()).view(torch.bfloat16) for each in (one, other)]
+        torch.testing.assert_close(*taps, atol=1e-2, rtol=1e-2)
+        assert np.abs(one.log_probs - other.log_probs).max() < 0.02
 
 
 def test_every_step_has_as_many_answers_as_there_are_left(target: Path) -> None:
@@ -145,13 +162,43 @@ def test_answers_to_other_prompts_are_refused(tmp_path: Path) -> None:
             AnswerParts(tmp_path, other)
 
 
+@contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    """Let no file grow beyond this size: a limit of the process, in place of the disk's."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_is_named_and_leaves_no_half_part(tmp_path: Path) -> None:
+    filled = AnswerParts(tmp_path, questions(8))
+    for number in range(8):
+        filled.add(number, [number] * 600)
+    with full_disk(10_000), pytest.raises(ConfigError, match=r"cannot be written \(File too large\). Make"):
+        filled.write(used_s=1.0)
+    assert not parts(tmp_path)
+    filled.write(used_s=1.0)
+    assert len(filled.read()) == 8
+
+
+def test_a_disk_too_small_for_the_outputs_is_named(target: Path, tmp_path: Path) -> None:
+    with full_disk(60_000), pytest.raises(ConfigError, match=r"cannot be written \(File too large\). Make"):
+        answer(target, tmp_path, COUNT)
+    assert not parts(tmp_path) and not len(TargetOutputs(LAYOUT, [tmp_path]))
+
+
 def test_a_log_gets_lines_with_answers_speed_and_time_left(whole: Answered) -> None:
     pattern = r"answers: (\d+) of 300 answered, \d+ tokens/s(, about .* left|, in .*|)"
-    found = [re.fullmatch(pattern, line) for line in whole.lines]
-    assert all(found), whole.lines
+    found = [re.fullmatch(pattern, line) for line in whole.lines[1:]]
+    size, *lines = whole.lines
+    assert size.startswith("if all answers are as long as allowed, the target's outputs take 0.01 GB: ")
+    assert all(found), lines
     counts = [int(each[1]) for each in found if each]
     assert counts == sorted(counts) and counts[-1] == COUNT
-    for line, count in zip(whole.lines[:-1], counts, strict=False):
+    for line, count in zip(lines[:-1], counts, strict=False):
         assert ("left" in line) == (count >= NUM_RUNNING), line
 
 

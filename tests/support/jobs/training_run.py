@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
+from manta.actors.capture.target_outputs import OutputLayout
 from manta.actors.workers.comm import process_group
 from manta.drafter.dflash.config import SelectorSize
 from manta.jobs.training.heads.dflash_module import TrainableDrafter
@@ -40,6 +41,7 @@ SETTINGS = DrafterSettings(
     selector=SelectorSize(rank=8, top_k=16),
 )
 DATA = "data.npz"
+LAYOUT = OutputLayout.of((1, 2), width=32, vocab_size=64)
 
 
 def run(target: Path, folder: Path, length: Length) -> Trained:
@@ -68,7 +70,8 @@ def questions(count: int, vocab_size: int = 60) -> list[ContinuationRequest]:
 
 
 def answer(target: Path, folder: Path, count: int, budget_s: float = float("inf")) -> Continuations:
-    return write_continuations(target, questions(count), folder, budget_s, print, max_new_tokens=40)
+    asked = questions(count)
+    return write_continuations(target, asked, folder, budget_s, print, max_new_tokens=40, layout=LAYOUT)
 
 
 class _NoReader:
