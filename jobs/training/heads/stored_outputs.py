@@ -94,11 +94,17 @@ class BatchOutputs:
         return Candidates(wanted_W, torch.cat([wanted_W, sampled]), bias_C)
 
     def teacher_logits(self, candidates: Candidates) -> torch.Tensor:
-        """Return the target's log-probabilities of the candidates, [M, C]; -inf where none is stored."""
-        places_MK = candidates.find(self.likeliest_MK)
-        p_MK = self.log_probs_MK.exp() * (candidates.token_ids_C[places_MK] == self.likeliest_MK)
+        """Return the target's log-probabilities of the candidates, [M, C].
+
+        What is left for other tokens is spread over the sampled ones.
+        """
+        places_MK, num_wanted = candidates.find(self.likeliest_MK), len(candidates.wanted_W)
+        p_MK = self.log_probs_MK.exp() * (candidates.wanted_W[places_MK] == self.likeliest_MK)
         p_MC = torch.zeros(len(p_MK), len(candidates.token_ids_C), device=p_MK.device)
-        return p_MC.scatter_add_(1, places_MK, p_MK).log_()
+        p_MC.scatter_add_(1, places_MK, p_MK)
+        left_M1 = (1.0 - p_MK.sum(dim=-1, keepdim=True)).clamp(min=0.0)
+        p_MC[:, num_wanted:] = left_M1 / max(1, p_MC.shape[1] - num_wanted)
+        return p_MC.log_()
 
 
 class StoredOutputs:

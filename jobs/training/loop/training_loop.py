@@ -97,7 +97,7 @@ class LoopSettings:
     snapshot_every_s: float = 120.0
     report_every: int = 25
     max_grad_norm: float = 1.0
-    average_steps: int = 200
+    average_steps: int = 50
 
 
 @dataclass(frozen=True)

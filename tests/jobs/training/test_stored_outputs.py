@@ -176,7 +176,7 @@ def test_the_candidates_loss_is_that_of_the_whole_vocabulary(
     wanted = torch.zeros(VOCAB, dtype=torch.bool)
     wanted[outputs.likeliest_MK[:, : stored_outputs.TEACHER_TOKENS]] = wanted[outputs.answers_M] = True
     p = torch.zeros(ROWS, VOCAB).scatter(1, outputs.likeliest_MK, outputs.log_probs_MK.exp()) * wanted
-    p = p / p.sum(-1, keepdim=True)
+    p += (1.0 - p.sum(-1, keepdim=True)) * ~wanted / (~wanted).sum()
     label_loss = F.nll_loss(log_q, outputs.answers_M, reduction="none")
     entropy = 0.5 * label_loss - 0.5 * (p * log_q).sum(-1)
     expected = (1 - distance_share) * entropy + distance_share * (1 - torch.minimum(p, log_q.exp()).sum(-1))
