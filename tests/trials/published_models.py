@@ -129,21 +129,27 @@ class Model:
         self.report("texts streamed token by token", wrong, len(answers))
 
     def compare_drafts(
-        self, prompts: Sequence[list[int]], dtypes: Sequence[str] = ("float32", "auto")
+        self,
+        prompts: Sequence[list[int]],
+        dtypes: Sequence[str] = ("float32", "auto"),
+        kinds: Sequence[str] = tuple(DRAFTS),
     ) -> None:
         with tempfile.TemporaryDirectory() as folder:
             drafter = random_drafter(self.file, Path(folder))
             for dtype in dtypes:
-                self._compare_drafts(prompts, drafter, dtype)
+                self._compare_drafts(prompts, drafter, dtype, kinds)
 
-    def _compare_drafts(self, prompts: Sequence[list[int]], drafter: Path, dtype: str) -> None:
+    def _compare_drafts(
+        self, prompts: Sequence[list[int]], drafter: Path, dtype: str, kinds: Sequence[str]
+    ) -> None:
         params = [
             SamplingParams(temperature=t, seed=7, max_tokens=80 if self._share == 1 else 40, ignore_eos=True)
             for t in (0.0, 0.7, 1.0)
         ]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts for _ in params]
         plain: list[tuple[int, ...]] = []
-        for name, spec in {"none": None, **DRAFTS}.items():
+        for name in ("none", *kinds):
+            spec = DRAFTS.get(name)
             if spec is not None and spec["method"] == "dflash":
                 spec = {**spec, "model": str(drafter), "adaptive": False}
             llm = LLM(str(self.file), dtype=dtype, max_model_len=512, speculative_config=spec)

@@ -11,6 +11,8 @@ from manta.jobs.models.model_download import get_model
 from manta.jobs.models.published_models import find_model
 from trials.published_models import Model
 
+pytestmark = pytest.mark.timeout(900)  # half of a minute on an idle machine, and a download of 98 MB
+
 
 @pytest.fixture(scope="module")
 def smollm2() -> Model:
@@ -26,5 +28,5 @@ def test_greedy_tokens_are_those_of_transformers(smollm2: Model) -> None:
 
 
 def test_drafts_change_no_token(smollm2: Model) -> None:
-    smollm2.compare_drafts(smollm2.prompts()[:1], dtypes=["auto"])
+    smollm2.compare_drafts(smollm2.prompts()[:1], dtypes=["auto"], kinds=["trees"])
     assert smollm2.num_wrong == 0, smollm2.figures
