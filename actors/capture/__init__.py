@@ -1,1 +1,1 @@
-"""Captured traffic: prompts and answers of requests, stored to train drafters. Off by default."""
+"""Captured traffic, and the target's recorded outputs, stored to train drafters. Off by default."""

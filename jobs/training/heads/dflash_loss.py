@@ -20,7 +20,7 @@ from .chunked_cross_entropy import RowLosses, Teacher, row_losses
 from .dflash_module import TrainableDrafter
 from .frozen_target import FrozenTarget
 from .recipes import DrafterSettings, Teaching
-from .stored_outputs import BatchOutputs, Candidates
+from .stored_outputs import BatchCandidates, BatchOutputs
 
 
 def block_loss(
@@ -58,7 +58,7 @@ def block_losses(
     target: FrozenTarget,
     drafter: TrainableDrafter,
     outputs: BatchOutputs,
-    candidates: Candidates,
+    candidates: BatchCandidates,
     blocks: Blocks,
     teaching: Teaching,
 ) -> RowLosses:

@@ -44,7 +44,7 @@ _LINE_S = 30.0  # between two reports
 
 
 @dataclass(frozen=True)
-class Candidates:
+class BatchCandidates:
     """Tokens with logits in a batch: the wanted ones in ascending order, then a sample of all others.
 
     `bias_C` is added to their logits, since a sampled token stands for several.
@@ -82,7 +82,7 @@ class BatchOutputs:
         shape = (-1, *[1] * (positions_Bx.ndim - 1))
         return self.starts_B.view(shape) + torch.minimum(positions_Bx, self.last_B.view(shape))
 
-    def candidates(self, vocab_size: int, seed: int) -> Candidates:
+    def candidates(self, vocab_size: int, seed: int) -> BatchCandidates:
         wanted = torch.cat([self.likeliest_MK[:, :TEACHER_TOKENS].flatten(), self.answers_M])
         is_wanted_V = torch.zeros(vocab_size, dtype=torch.bool, device=wanted.device)
         is_wanted_V[wanted] = True
@@ -91,9 +91,9 @@ class BatchOutputs:
         sampled = others[order[:SAMPLED_TOKENS].to(others.device)]
         bias_C = torch.zeros(len(wanted_W) + len(sampled), device=wanted.device)
         bias_C[len(wanted_W) :] = math.log(max(1, len(others)) / max(1, len(sampled)))
-        return Candidates(wanted_W, torch.cat([wanted_W, sampled]), bias_C)
+        return BatchCandidates(wanted_W, torch.cat([wanted_W, sampled]), bias_C)
 
-    def teacher_logits(self, candidates: Candidates) -> torch.Tensor:
+    def teacher_logits(self, candidates: BatchCandidates) -> torch.Tensor:
         """Return the target's log-probabilities of the candidates, [M, C].
 
         What is left for other tokens is spread over the sampled ones.

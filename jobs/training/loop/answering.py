@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ....actors.capture.target_outputs import OutputLayout, OutputShardWriter, SequenceOutputs
-from ....actors.engine.target_recorder import RecordingExecutor, TargetRecorder
+from ....actors.capture.target_recorder import RecordingExecutor, TargetRecorder
 from ....actors.engine.uniproc_executor import make_executor
 from ....actors.system.host_resources import owned_cores
 from ....cluster.config import EngineConfig

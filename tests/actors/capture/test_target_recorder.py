@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from manta.actors.capture.target_outputs import OutputLayout, SequenceOutputs
-from manta.actors.engine.target_recorder import RecordingExecutor, TargetRecorder
+from manta.actors.capture.target_recorder import RecordingExecutor, TargetRecorder
 from manta.actors.targets.families import read_model
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore

@@ -25,13 +25,13 @@ from ...cluster.step.scheduler_output import SchedulerOutput
 from ...drafter.step.inputs.proposals import Proposals
 from ...drafter.step.inputs.row_layout import StepRows
 from ...drafter.step.request_states import RequestStates
-from ..capture.target_outputs import OutputLayout, SequenceOutputs, likeliest_tokens
+from ..engine.uniproc_executor import InProcessExecutor
 from ..targets.loading.load_plan import LoadPlan
 from ..targets.loading.rank_loader import Checkpoints, plan_load, start_runner
 from ..targets.model.decoder import Decoder
 from ..targets.runners.cpu_runner import CpuModelRunner
 from ..targets.runners.runner_interface import Runner
-from .uniproc_executor import InProcessExecutor
+from .target_outputs import OutputLayout, SequenceOutputs, likeliest_tokens
 
 
 class TargetRecorder:
