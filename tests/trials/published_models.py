@@ -33,6 +33,7 @@ import transformers
 from manta import LLM, SamplingParams
 from manta.actors.checkpoints.checkpoint_paths import resolve_checkpoint
 from manta.actors.tokenization.tokenizer import Tokenizer
+from manta.jobs.bench.common.provenance import provenance
 from support.checkpoints.tiny import changed, make_tiny_drafter
 from support.paths import ROOT
 from support.servers.served import Served, environment
@@ -46,6 +47,7 @@ QUESTIONS = (
 )
 SUBJECTS = ("the sea", "bicycles", "prime numbers", "the moon", "a lost key", "bread")
 LONG_TOKENS, ANSWER_TOKENS = 6000, 200
+HALVES = ("server", "answers")
 SHORT = 6  # the share of prompts that --short compares
 # A smaller gap between the two best logits is a tie: sums in another order decide it.
 TIE = 1e-3
@@ -242,7 +244,10 @@ def memory(pid: int, kind: str) -> int:
 
 
 def read_figures(output: Path | None) -> dict[str, dict[str, Any]]:
-    return json.loads(output.read_text()) if output is not None and output.is_file() else {}
+    """Return what was written: `provenance` of each half, and `models`, the figures of each file."""
+    if output is not None and output.is_file():
+        return json.loads(output.read_text())
+    return {"provenance": {}, "models": {}}
 
 
 def random_drafter(file: Path, folder: Path) -> Path:
@@ -258,19 +263,21 @@ def main() -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--short", action="store_true", help="a sixth of the prompts")
     parser.add_argument("--llama-perplexity", type=Path, metavar="PROGRAM")
-    parser.add_argument("--only", choices=("answers", "server"), help="one half of the trial")
+    parser.add_argument("--only", choices=HALVES, help="one half of the trial")
     parser.add_argument("-o", "--output", type=Path, help="JSON, to which figures are added")
     options = parser.parse_args()
     for file in options.files:
         if not file.is_file():
             raise SystemExit(f"{file} is no file")
-    figures = read_figures(options.output)
-    num_wrong = 0
+    written = read_figures(options.output)
+    halves = [half for half in HALVES if options.only in (None, half)]
+    written["provenance"] |= dict.fromkeys(halves, provenance())
+    figures, num_wrong = written["models"], 0
     for file in options.files:
         model = Model(file.resolve(), share=SHORT if options.short else 1)
-        if options.only != "answers":
+        if "server" in halves:
             model.measure_server()
-        if options.only != "server":
+        if "answers" in halves:
             prompts = model.prompts()
             model.compare_with_transformers(prompts)
             model.compare_drafts([p for p in prompts if len(p) < 400][: 2 if options.short else 6])
@@ -278,7 +285,7 @@ def main() -> int:
         num_wrong += model.num_wrong
         figures[file.name] = figures.get(file.name, {}) | model.figures
         if options.output is not None:
-            options.output.write_text(json.dumps(figures, indent=1) + "\n")
+            options.output.write_text(json.dumps(written, indent=1) + "\n")
     return int(num_wrong > 0)
 
 
