@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,17 @@ import pytest
 import torch
 from manta.actors.capture.target_outputs import OutputLayout, SequenceOutputs
 from manta.actors.capture.target_recorder import RecordingExecutor, TargetRecorder
+from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.actors.targets.families import read_model
+from manta.actors.targets.runners.cpu_runner import DraftSource
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
+from manta.cluster.step.scheduler_output import SchedulerOutput
+from manta.drafter.step.inputs.proposals import Proposals
+from manta.drafter.step.inputs.row_layout import StepRows
+from manta.drafter.step.request_states import RequestStates
 from manta.jobs.training.loop.answering import answer_all
-from support.checkpoints.tiny import make_tiny_target, transformers_model
+from support.checkpoints.tiny import TINY_TAPS, make_tiny_drafter, make_tiny_target, transformers_model
 from support.jobs.training_run import questions
 
 LAYERS, COUNT, MAX_NEW_TOKENS, VOCAB = (2, 0), 24, 20, 128
@@ -30,12 +37,16 @@ class Sequence:
     outputs: SequenceOutputs
 
 
-def record(folder: Path, **settings: Any) -> tuple[list[Sequence], int]:
-    """Return the answered sequences, and the number of preemptions."""
+def engine_config(folder: Path, **settings: Any) -> EngineConfig:
     common = {"skip_tokenizer_init": True, "enable_prefix_caching": False, "max_num_seqs": 8, "page_size": 4}
     common |= {"num_threads": 1, "max_model_len": 64}
-    config = EngineConfig.from_dict({"model": str(folder), **common, **settings})
-    recorder = TargetRecorder(OutputLayout.of(LAYERS, read_model(folder).hidden_size, VOCAB), MAX_NEW_TOKENS)
+    return EngineConfig.from_dict({"model": str(folder), **common, **settings})
+
+
+def record(folder: Path, layers: tuple[int, ...] = LAYERS, **settings: Any) -> tuple[list[Sequence], int]:
+    """Return the answered sequences, and the number of preemptions."""
+    config = engine_config(folder, **settings)
+    recorder = TargetRecorder(OutputLayout.of(layers, read_model(folder).hidden_size, VOCAB), MAX_NEW_TOKENS)
     found: list[Sequence] = []
     with closing(EngineCore(config, RecordingExecutor(config, recorder))) as engine:
         asked = questions(COUNT)
@@ -101,3 +112,44 @@ def test_preempted_requests_lose_nothing(tiny_qwen3: Path) -> None:
     sequences, preemptions = record(tiny_qwen3, dtype="float32", num_pages=24)
     assert preemptions > 0
     check(sequences, tiny_qwen3, torch.float32, 1e-4)
+
+
+class ServedDrafter:
+    """A drafter in serving, with the taps that it got by request and position."""
+
+    def __init__(self, drafts: DraftSource) -> None:
+        self._drafts, self._plan = drafts, None
+        self._ids: dict[int, str] = {}  # by slot
+        self.taps: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
+
+    def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
+        self._ids |= {each.slot: each.request_id for each in plan.admitted}
+        self._plan = plan
+        return self._drafts.propose(plan, states)
+
+    def inject(self, taps_NmH, rows: StepRows, token_ids_RW, num_tokens_R) -> None:
+        row = 0
+        for slot, num_rows in zip(self._plan.slots.tolist(), rows.num_rows_R.tolist(), strict=True):
+            for at in range(row, row + num_rows):  # rejected rows are overwritten by later ones
+                self.taps[self._ids[slot]][int(rows.positions_N[at])] = taps_NmH[at].flatten().bfloat16()
+            row += num_rows
+        self._drafts.inject(taps_NmH, rows, token_ids_RW, num_tokens_R)
+
+
+def test_records_equal_what_a_drafter_gets_in_serving(tiny_qwen3: Path, tmp_path: Path) -> None:
+    spec = {"method": "dflash", "model": str(make_tiny_drafter(tmp_path)), "adaptive": False}
+    config = engine_config(tiny_qwen3, dtype="float32", speculative_config=spec)
+    executor, answers = InProcessExecutor(config), dict[int, list[int]]()
+    drafter = executor._runner.drafts = ServedDrafter(executor._runner.drafts)
+    with closing(EngineCore(config, executor)) as engine:
+        for _, ended in answer_all(engine, questions(COUNT), range(COUNT), MAX_NEW_TOKENS, lambda: False):
+            answers |= ended
+        assert engine.stats().num_accepted_tokens > 0
+    sequences, _ = record(tiny_qwen3, TINY_TAPS, dtype="float32")
+    numbers = {tuple(question.prompt_ids): number for number, question in enumerate(questions(COUNT))}
+    for each in sequences:
+        number = numbers[tuple(each.ids[: each.first])]
+        assert each.ids[each.first :] == answers[number]
+        served = torch.stack([drafter.taps[str(number)][at] for at in range(len(each.ids) - 1)])
+        recorded = torch.from_numpy(each.outputs.taps).view(torch.bfloat16)
+        torch.testing.assert_close(recorded, served, rtol=2**-7, atol=1e-4)
