@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from ...actors.capture.target_outputs import OutputLayout
 from ...actors.targets.model.tensor_parallel import Communicator, SingleRank
 from ...actors.workers.comm.process_group import joined
 from ...cluster.errors import ConfigError
@@ -131,12 +130,17 @@ def train(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     longest = max(data.longest, held_out.longest)
     trainable = make(target, settings, initial, mask_token_id, longest, device)
-    layout = OutputLayout.of(
-        trainable.layer_ids, trainable.target.spec.hidden_size, trainable.target.spec.vocab_size
-    )
     outputs_s = math.inf if length.seconds is None else _OUTPUTS_SHARE * length.seconds
     stored = store_outputs(
-        trainable.target, layout, held_out, data, recorded, folder / OUTPUTS, outputs_s, report, workers
+        trainable.target,
+        trainable.layout,
+        held_out,
+        data,
+        recorded,
+        folder / OUTPUTS,
+        outputs_s,
+        report,
+        workers,
     )
     if length.seconds is not None:
         length = Length(seconds=max(1e-3, length.seconds - seconds_used(folder / OUTPUTS)))

@@ -37,10 +37,10 @@ from ...jobs.training.heads.initialization import SEED, layer_parts, layer_sizes
 from ...jobs.training.heads.offline_proposals import sampling
 from ...jobs.training.heads.recipes import Teaching, TrainSettings
 from ...jobs.training.heads.stored_outputs import BatchOutputs
-from ...jobs.training.heads.trainables import Trainable, read_target
+from ...jobs.training.heads.trainables import Trainable, output_layout, read_target
 from ...jobs.training.loop.continuations import ContinuationRequest, Continuations, PaddedBatch
 from ...jobs.training.loop.training_loop import Length, Schedule, Step
-from ...jobs.training.train_drafter import HELD_OUT, train
+from ...jobs.training.train_drafter import ANSWERS, HELD_OUT, train
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ def make_head(
     head = new_eagle_head(config, frozen.weights).to(device)
     return Trainable(
         frozen,
-        config.target_layer_ids,
+        output_layout(spec, settings.num_taps),
         head,
         lambda batch, outputs, step, seed: chain_loss(frozen, head, batch, outputs, settings, step, seed),
         ChainProposals(frozen, head, settings.depth),
@@ -289,10 +289,21 @@ def main(
 ) -> None:
     """Train an EAGLE-3 head for a frozen target."""
     options = TrainOptions(target=target, folder=output_dir, data=tuple(data))
-    learned = prepare_data(options, print)
+    settings = EagleSettings()
+    layout = output_layout(read_target(target)[0], settings.num_taps)
+    learned = prepare_data(options, layout, print)
     held_out = Continuations.load(output_dir / HELD_OUT)
     length = Length(seconds=hours * 3600)
-    trained = train(target, learned, held_out, output_dir, length, settings=EagleSettings(), make=make_head)
+    trained = train(
+        target,
+        learned,
+        held_out,
+        output_dir,
+        length,
+        settings=settings,
+        make=make_head,
+        recorded=[output_dir / ANSWERS],
+    )
     print(f"{trained.held_out_after['tokens_per_step']:.2f} tokens per step, held out; {trained.drafter}")
 
 

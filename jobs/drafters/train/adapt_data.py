@@ -24,11 +24,12 @@ from ....actors.checkpoints.checkpoint_paths import shipped
 from ....actors.system.atomic_files import write_json
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import ConfigError, DatasetError, brief
+from ...training.heads.trainables import is_small, read_target
 from ...training.loop.answering import (
     ANSWERS_SHARE,
-    TEMPERATURES,
     seconds_left,
     seconds_used,
+    usual_temperatures,
     write_continuations,
 )
 from ...training.loop.continuations import ContinuationRequest, Continuations
@@ -198,8 +199,9 @@ def _answered(
 ) -> Continuations:
     """Return completions with the known answers; the target generates the others within `budget_s`."""
     known = [(each.prompt, each.answer) for each in examples if each.answer is not None]
+    temperatures = usual_temperatures(is_small=is_small(read_target(target)[0]))
     requests = [
-        ContinuationRequest(each.prompt, TEMPERATURES[number % len(TEMPERATURES)], number)
+        ContinuationRequest(each.prompt, temperatures[number % len(temperatures)], number)
         for number, each in enumerate(examples)
         if each.answer is None
     ]

@@ -55,7 +55,8 @@ def run_adapt(options: AdaptOptions, report: Callable[[str], None] = say) -> dic
         str(initial), str(target), str(options.data), str(options.replay), options.minutes, options.chat
     )
     options.work.mkdir(mode=0o700, parents=True, exist_ok=True)
-    layout = output_layout(read_target(target)[0], RECIPE, initial)
+    spec, _ = read_target(target)
+    layout = output_layout(spec, RECIPE.num_taps, initial)
     text = prepare_text(key, options.work, Tokenizer.load(target), report, layout)
     report(
         f"{len(text.new)} new and {len(text.old)} old completions for training; {len(text.held_out_new)} and "

@@ -47,9 +47,9 @@ def is_small(spec: ModelSpec) -> bool:
     return sum(map(math.prod, target_shapes(spec).values())) < 10**9
 
 
-def output_layout(spec: ModelSpec, settings: DrafterSettings, initial: Path | None) -> OutputLayout:
+def output_layout(spec: ModelSpec, num_taps: int, initial: Path | None = None) -> OutputLayout:
     """Return the outputs of a target that are stored to train a drafter: `initial`, or a new one."""
-    layer_ids = usual_layer_ids(spec.num_layers, settings.num_taps)
+    layer_ids = usual_layer_ids(spec.num_layers, num_taps)
     if initial is not None:
         layer_ids = check_drafter(initial, facts_of(spec)).target_layer_ids
     return OutputLayout.of(layer_ids, spec.hidden_size, spec.vocab_size)
@@ -60,7 +60,7 @@ class Trainable:
     """A drafter in training with its target; `export` writes a checkpoint folder."""
 
     target: FrozenTarget
-    layer_ids: tuple[int, ...]
+    layout: OutputLayout
     model: nn.Module
     loss: Loss
     proposals: OfflineProposals
@@ -117,7 +117,7 @@ def make_drafter(
 
     return Trainable(
         frozen,
-        config.target_layer_ids,
+        output_layout(spec, settings.num_taps, initial),
         drafter,
         lambda batch, outputs, step, seed: block_loss(frozen, drafter, batch, outputs, settings, step, seed),
         BlockProposals(frozen, drafter),
