@@ -119,6 +119,7 @@ class RecordingExecutor(InProcessExecutor):
 
     def __init__(self, config: EngineConfig, recorder: TargetRecorder) -> None:
         assert config.speculative_config is None and not config.enable_prefix_caching
+        assert not config.async_scheduling, "a step of an ended request would be recorded past its record"
         self._recorder = recorder
         super().__init__(config)
 

@@ -26,6 +26,7 @@ from ....actors.capture.target_outputs import OutputLayout, OutputShardWriter, S
 from ....actors.capture.target_recorder import RecordingExecutor, TargetRecorder
 from ....actors.engine.uniproc_executor import make_executor
 from ....actors.system.host_resources import owned_cores
+from ....actors.system.wait_messages import counting_on_terminal
 from ....cluster.config import EngineConfig
 from ....cluster.engine.engine_core import EngineCore
 from ....cluster.errors import ConfigError
@@ -66,10 +67,9 @@ def write_continuations(
     left = [number for number in order if number not in parts]
     if left and not (len(parts) and budget.progress >= 1.0):
         counts = len(asked), len(parts)
-        with (
-            closing(parts.open_engine(target)) as engine,
-            closing(AnswerProgress(folder.name, *counts, budget, report)) as progress,
-        ):
+        with counting_on_terminal("loading the target"):
+            engine = parts.open_engine(target)
+        with closing(engine), closing(AnswerProgress(folder.name, *counts, budget, report)) as progress:
             steps = answer_all(engine, asked, left, max_new_tokens, lambda: budget.progress >= 1.0)
             for num_tokens, ended in steps:
                 progress.update(num_tokens, ended.values())

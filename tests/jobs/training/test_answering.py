@@ -214,6 +214,7 @@ def test_a_terminal_gets_one_line_that_is_rewritten(target: Path, tmp_path: Path
             break
     os.close(ours)
     stdout, _ = process.communicate()
+    shown = re.sub(rb"loading the target \(\d+ s\)\r\n", b"", shown)
     states = shown.decode().split("\r\x1b[K")
     assert "\n" not in shown.decode() and any("tokens/s" in state for state in states), shown
     assert states[-1] == "" and stdout.decode().count("answered") == 1
