@@ -37,7 +37,7 @@ from .openai.models import model_routes
 from .openai.routes import chat_routes, completion_routes
 from .openai.tokenization import tokenization_routes
 from .responses.routes import response_routes
-from .ui import USUAL_PROMPT, ui_routes
+from .ui import ui_routes
 from .wire.errors import RESPONSES, Rejection
 from .wire.json_io import JsonObject
 
@@ -99,8 +99,11 @@ def create_app(
     app.include_router(file_routes(batches))
     app.include_router(batch_routes(batches, settings.tenants))
     if settings.ui:
-        prompt = sample_prompt(target_folder(engine.config)) or USUAL_PROMPT
-        app.include_router(ui_routes(batches=batches is not None, prompt=prompt))
+
+        def first_prompt() -> str | None:
+            return sample_prompt(target_folder(engine.config))
+
+        app.include_router(ui_routes(batches=batches is not None, prompt=first_prompt))
     gate = partial(
         RequestGate,
         settings=settings,

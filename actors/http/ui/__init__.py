@@ -7,6 +7,8 @@ it needs no key; it asks for the key, keeps it until its tab is closed, and send
 from __future__ import annotations
 
 import html
+from collections.abc import Callable
+from functools import cache
 from importlib.resources import files
 
 from fastapi import APIRouter, Response
@@ -29,18 +31,20 @@ _HEADERS = {
 }
 
 
-def ui_routes(*, batches: bool, prompt: str = USUAL_PROMPT) -> APIRouter:
+def ui_routes(*, batches: bool, prompt: Callable[[], str | None] = lambda: None) -> APIRouter:
     """Return the routes.
 
     Args:
         batches: whether the server has batches for the page to show.
-        prompt: with which the page opens; a visitor may change it.
+        prompt: called for the first visitor: the prompt with which the page opens, None for the usual one.
     """
     router = APIRouter(include_in_schema=False)
-    page = files(__name__).joinpath("page.html").read_bytes()
-    page = page.replace(_PROMPT, html.escape(prompt).encode())
-    if not batches:
-        page = page.replace(*_NO_BATCHES)
+
+    @cache
+    def page() -> bytes:
+        content = files(__name__).joinpath("page.html").read_bytes()
+        content = content.replace(_PROMPT, html.escape(prompt() or USUAL_PROMPT).encode())
+        return content if batches else content.replace(*_NO_BATCHES)
 
     @router.get("/")
     async def root() -> Response:
@@ -48,6 +52,6 @@ def ui_routes(*, batches: bool, prompt: str = USUAL_PROMPT) -> APIRouter:
 
     @router.get(PATH)
     async def ui() -> Response:
-        return Response(page, media_type="text/html; charset=utf-8", headers=_HEADERS)
+        return Response(page(), media_type="text/html; charset=utf-8", headers=_HEADERS)
 
     return router

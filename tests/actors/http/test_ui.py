@@ -50,8 +50,8 @@ def test_the_page_opens_with_the_first_example_of_the_models_card(http: httpx.Cl
     shipped = sample_prompt(MODELS / "target")
     assert shipped is not None and '"""Return None, or the sequence' in shipped
     app = FastAPI()
-    app.include_router(ui_routes(batches=False, prompt=shipped + "</textarea>&amp;"))
-    assert first_prompt(TestClient(app).get("/ui").text) == shipped + "</textarea>&amp;"
+    app.include_router(ui_routes(batches=False, prompt=lambda: f"{shipped}</textarea>&amp;"))
+    assert first_prompt(TestClient(app).get("/ui").text) == f"{shipped}</textarea>&amp;"
     assert first_prompt(http.get("/ui").text) == USUAL_PROMPT  # this server's model has no card
     for text in (
         "no front matter",
