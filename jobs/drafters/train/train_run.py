@@ -73,7 +73,7 @@ Embedding and head are the target's.
 ## Acceptance on held-out text
 
 Mean acceptance length (including the bonus token) with whole blocks and greedy drafts, which are accepted
-while they match the text; at 16 positions of each sequence, for at most 16 sequences.
+while they match the text; at 16 positions of each sequence, for at most 32 sequences.
 
 | category | sequences | length | first draft accepted | before |
 |---|---|---|---|---|

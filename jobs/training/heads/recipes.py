@@ -81,8 +81,8 @@ _SELECTOR = SelectorSize(rank=128, top_k=16)
 _PLAIN = DrafterSettings(
     block_sizes=(16, 8),
     num_anchors=32,
-    matrix_lr=6e-3,
-    other_lr=15e-3,
+    matrix_lr=10e-3,
+    other_lr=25e-3,
     teaching=Teaching(distance_share=0.5),
     schedule=Schedule(warmup_steps=30, decay_from=0.3),
 )

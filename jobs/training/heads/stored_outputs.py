@@ -160,8 +160,8 @@ def store_outputs(
     known = TargetOutputs(layout, recorded)
     always, further = (_shards(_missing(each, known)) for each in (held_out, data))
     mine = [*always, *further][workers.rank :: workers.world_size]
-    done = TargetOutputs(layout, [folder])
-    is_done = [done.of(*next(_sequences(shard))) is not None for shard in mine]
+    done = StoredOutputs(layout, [folder], target.device)
+    is_done = [len(done.indices(shard)) == len(shard) for shard in mine]
     left = [shard for shard, it_is in zip(mine, is_done, strict=True) if not it_is]
     budget = TimeBudget(budget_s, seconds_used(folder))
     progress = _Progress(left, report)
@@ -174,7 +174,7 @@ def store_outputs(
             _write_shard(target, layout, shard, folder)
             progress.update(shard)
             if workers.rank == 0:
-                (folder / USED_S).write_text(f"{budget.used_s:.1f}")
+                (folder / USED_S).write_text(f"{budget.used_s:.3f}")
     workers.all_reduce(torch.zeros(1, device=target.device))  # barrier: all have written
     return StoredOutputs(layout, [*recorded, folder], target.device)
 

@@ -34,7 +34,7 @@ from .stored_outputs import BatchOutputs, StoredOutputs
 # (batch, the target's outputs for it, step, seed) -> loss and figures.
 Loss = Callable[[PaddedBatch, BatchOutputs, Step, int], tuple[torch.Tensor, dict[str, float]]]
 
-_HELD_OUT_SEQUENCES, _HELD_OUT_PLACES = 16, 16
+_HELD_OUT_SEQUENCES, _HELD_OUT_PLACES = 32, 16
 
 
 def read_target(target: str | Path) -> tuple[ModelSpec, Path]:

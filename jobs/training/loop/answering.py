@@ -255,7 +255,7 @@ def _open_parts(
     layout: OutputLayout | None,
     report: Report,
 ) -> AnswerParts:
-    if layout is None:
+    if layout is None or not asked:
         return AnswerParts(folder, asked)
     if torch.cuda.is_available():
         report("the target's outputs are computed after its answers: they are recorded on CPUs only")
