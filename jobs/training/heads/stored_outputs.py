@@ -174,7 +174,7 @@ def store_outputs(
             _write_shard(target, layout, shard, folder)
             progress.update(shard)
             if workers.rank == 0:
-                (folder / USED_S).write_text(f"{budget.used_s:.3f}")
+                (folder / USED_S).write_text(f"{budget.used_s:.6f}")
     workers.all_reduce(torch.zeros(1, device=target.device))  # barrier: all have written
     return StoredOutputs(layout, [*recorded, folder], target.device)
 

@@ -5,7 +5,6 @@ The oracle is `tokenizers.Tokenizer.decode` of everything at once.
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
@@ -225,13 +224,17 @@ def ids_to_bytes(kind: str, ids: Sequence[int]) -> bytes:
 
 def num_chars_before(begin: bytes, rest: bytes) -> int:
     """Count the characters of the lossy text of both that end in the first."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    count = len(decoder.decode(begin))
-    pending, _ = decoder.getstate()
-    try:
-        (pending + rest).decode()
-    except UnicodeDecodeError as error:
-        count += bool(pending) and error.start == 0 and error.end <= len(pending)
+    count = at = 0
+    data = begin + rest
+    while at < len(data):
+        try:
+            valid, size_of_broken = data[at:].decode(), 0
+        except UnicodeDecodeError as error:
+            valid, size_of_broken = data[at : at + error.start].decode(), error.end - error.start
+        sizes = [*(len(char.encode()) for char in valid), *([size_of_broken] if size_of_broken else ())]
+        for size in sizes:
+            at += size
+            count += at <= len(begin)
     return count
 
 
