@@ -159,6 +159,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Use one thread of PyTorch, where results are compared with a process's: more threads sum otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
 def on_the_device() -> Iterator[None]:
     """New tensors are made on the device of kernel tests."""
     with torch.device(devices.DEVICE) if devices.ON_GPU else nullcontext():

@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +37,8 @@ from support.jobs import training_run
 from support.jobs.training_run import SETTINGS, run, weights_after_some_steps
 from support.paths import MODELS, module_command
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # as their processes
+
 NUM_STEPS = 6
 WHOLE = pytest.mark.if_changed
 
@@ -47,15 +48,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_target(tmp_path_factory.mktemp("target"))
     continuations().save(folder / training_run.DATA)
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread, as in the processes: sums on several threads differ."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -37,16 +37,9 @@ from support.checkpoints.training_targets import write_target
 from support.jobs.training_run import LAYOUT, answer, questions
 from support.paths import module_command
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # as their processes
+
 COUNT = 300
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread, as the processes do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
