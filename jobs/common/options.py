@@ -16,6 +16,10 @@ from ...cluster.hardware.gpu_specs import GPUS
 from .config_file import check_new_file
 
 SHIPPED_PAIR = ("models/target", "models/drafter")
+# Files of the package, which `shipped` and `read_rows` find from any working directory: prompts that the pair
+# completes, and chats that no drafter of `models/recipe/published` is trained on.
+SHIPPED_PROMPTS = Path("models/prompts.jsonl")
+SHIPPED_CHATS = Path("models/recipe/published/held_out.jsonl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +81,7 @@ class AuditOptions:
         output: JSON file for the certificate.
     """
 
-    prompts: Annotated[Path, Flag("--prompts -i")] = Path("models/prompts.jsonl")
+    prompts: Annotated[Path, Flag("--prompts -i")] = SHIPPED_PROMPTS
     num_prompts: Annotated[int | None, Flag(least=1)] = None
     max_tokens: Annotated[int, Flag(least=1)] = 128
     temperatures: Annotated[tuple[float, ...], Flag("--temperature -t", least=0.0)] = (0.0, 0.7, 1.0)

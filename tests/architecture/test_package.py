@@ -16,6 +16,7 @@ from typing import Any
 import typer.main
 from manta import __version__
 from manta.jobs.cli import app
+from manta.jobs.common.options import SHIPPED_CHATS
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from support.jobs.package_copy import FLOORS, imported, run_python, sources
@@ -65,7 +66,8 @@ def test_the_wheel_contains_every_module_and_its_command_starts(tmp_path: Path) 
             if path.is_file() and "recipe" not in path.parts
         }
         assert {f"manta/{name}" for name in shipped} <= set(wheel.namelist())
-        assert not [name for name in wheel.namelist() if "/recipe/" in name]
+        of_recipe = [name for name in wheel.namelist() if "/recipe/" in name]
+        assert of_recipe == [f"manta/{SHIPPED_CHATS}"], "of the recipe only the suite of `drafter eval`"
         wheel.extractall(tmp_path / "installed")
     in_repository = {
         f"manta/{path.relative_to(ROOT).as_posix()}"

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from ....cluster.config import AttentionBackend, DeviceKind, DType
 from ....cluster.errors import ConfigError
 from ....cluster.flag import NO_FLAG, Flag, Size
-from ...common.options import check_least
+from ...common.options import SHIPPED_PROMPTS, check_least
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 Loads = Annotated[tuple[int, ...], Flag("--max-concurrency")]
@@ -31,7 +31,7 @@ class RunOptions:
         output: JSON file for the figures.
     """
 
-    prompts: Path = Path("models/prompts.jsonl")
+    prompts: Path = SHIPPED_PROMPTS
     num_prompts: int = 20
     concurrency: Loads = (1, 8)
     rounds: int = 3

@@ -8,9 +8,7 @@ from typing import Annotated, Literal
 
 from ....cluster.errors import ConfigError
 from ....cluster.flag import Flag
-from ...common.options import check_least
-
-SHIPPED_PROMPTS = Path("models/prompts.jsonl")
+from ...common.options import SHIPPED_PROMPTS, check_least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +112,8 @@ class EvalOptions:
     Attributes:
         drafter: folder, GGUF file or hub id of a drafter.
         target: folder, GGUF file or hub id of the target.
-        suite: quick (the shipped prompts), or a JSONL file.
+        suite: quick (the shipped prompts), chats (held-out chats of twelve categories, which come with the
+            package), or a JSONL file.
         concurrency: concurrent requests, comma-separated; the speed is measured at each.
         temperatures: sampling temperatures, comma-separated; 0 is greedy.
         num_prompts: number of prompts, taken evenly from the suite; by default all, of quick 40.

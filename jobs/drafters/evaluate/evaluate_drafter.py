@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from ....actors.checkpoints.checkpoint_paths import shipped
 from ....actors.engine.uniproc_executor import make_executor
 from ....actors.system.atomic_files import rounded
 from ....actors.tokenization.prompts import load_tokenizer
@@ -35,11 +36,16 @@ from ...bench.common.provenance import options_json, provenance
 from ...bench.common.request_source import RequestSource, encode_rows
 from ...bench.sweep.engines import ADAPTIVE, PLAIN, Driver, open_sides
 from ...bench.sweep.load_records import AnswerRecord, LoadPass, Sums
+from ...common.options import SHIPPED_CHATS, SHIPPED_PROMPTS
 from ..common.drafter_files import method_of
 from ..common.options import EvalOptions
 
 OVERALL = "overall"
-_QUICK, _QUICK_PROMPTS = Path("models/prompts.jsonl"), 40
+# Suites by name: a file of the package, and how many of its prompts are taken by default (None: all).
+_SUITES: Mapping[str, tuple[Path, int | None]] = {
+    "quick": (SHIPPED_PROMPTS, 40),
+    "chats": (SHIPPED_CHATS, None),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,15 +231,14 @@ class Suite:
 
 
 def open_suite(name: str, num_prompts: int | None = None) -> Suite:
-    """Read "quick" or a JSONL file of prompts, `num_prompts` of them taken evenly."""
-    path = _QUICK if name == "quick" else Path(name)
-    if not path.is_file():
-        remedy = "must be quick or a JSONL file of prompts"
-        if name == "quick":
-            remedy = f"the shipped prompts are not at {path}; run it where models/ is, or give a JSONL file"
-        raise DatasetError(f"suite={name!r}: {remedy}.", param="suite")
+    """Read a suite of the package or a JSONL file of prompts, `num_prompts` of them taken evenly."""
+    path, usual = _SUITES.get(name, (Path(name), None))
+    if not shipped(path).is_file():
+        raise DatasetError(
+            f"suite={name!r} must be {', '.join(_SUITES)} or a JSONL file of prompts.", param="suite"
+        )
     try:
-        rows = read_rows(path, num_prompts or (_QUICK_PROMPTS if name == "quick" else None))
+        rows = read_rows(path, num_prompts or usual)
     except RequestError as error:
         raise DatasetError(f"suite={name!r}: {path}: {error.message}", param="suite") from None
     if not rows:

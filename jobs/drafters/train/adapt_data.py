@@ -24,6 +24,7 @@ from ....actors.checkpoints.checkpoint_paths import shipped
 from ....actors.system.atomic_files import write_json
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.errors import ConfigError, DatasetError, brief
+from ...common.options import SHIPPED_PROMPTS
 from ...training.heads.trainables import is_small, read_target
 from ...training.loop.answering import (
     ANSWERS_SHARE,
@@ -33,7 +34,6 @@ from ...training.loop.answering import (
     write_continuations,
 )
 from ...training.loop.continuations import ContinuationRequest, Continuations
-from ..common.options import SHIPPED_PROMPTS
 from .train_data import COMPLETED, Record, captured_completions, prompt_ids, prompt_rows, read_records
 
 NEW_ONE_IN, OLD_ONE_IN = 5, 2  # one of this many prompts is held out

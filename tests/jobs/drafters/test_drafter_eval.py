@@ -32,7 +32,6 @@ from manta.jobs.drafters.evaluate.evaluate_drafter import open_suite
 from manta.jobs.drafters.evaluate.evaluation_card import read_card, write_card
 from manta.jobs.drafters.validate.card_check import check_card, compare_acceptance
 from support.checkpoints.text_pair import VOCAB
-from support.paths import ROOT
 from typer.testing import CliRunner
 
 
@@ -229,8 +228,7 @@ def test_wrong_arguments_are_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ("eval", pair[1], "--target", pair[0], "--suite")
-    assert "models/prompts.jsonl" in raised(*words, "quick")
-    assert "suite='nothing'" in raised(*words, "nothing")
+    assert "suite='nothing' must be quick, chats or a JSONL" in raised(*words, "nothing")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt"')
     assert "bad.jsonl" in raised(*words, "bad.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n")
@@ -246,9 +244,16 @@ def test_wrong_arguments_are_named(
         EvalOptions(drafter="d", target="t", rounds=0)
 
 
-def test_the_shipped_prompts_are_a_suite_of_eight_of_each_category(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    found = open_suite("quick")
-    counts = Counter(row.category for row in found.rows)
-    assert set(counts.values()) == {8} and len(counts) == 5 and found.name == "quick"
+def test_suites_of_the_package_are_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, num_categories, num_prompts in (("quick", 5, 8), ("chats", 12, 20)):
+        found = open_suite(name)
+        counts = Counter(row.category for row in found.rows)
+        assert set(counts.values()) == {num_prompts} and len(counts) == num_categories
+        assert found.name == name and not found.path.is_absolute(), "the card names it on every machine"
+        assert [row.name for row in open_suite(str(found.path), len(found.rows)).rows] == [
+            row.name for row in found.rows
+        ]
     assert len(open_suite("quick", 5).rows) == 5
