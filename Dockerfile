@@ -19,7 +19,7 @@ ARG EXTRAS="[gpu]"
 # Triton compiles its launchers with gcc.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY --from=build /wheels/ /wheels/
-RUN wheel="$(echo /wheels/manta-*.whl)" && pip install --no-cache-dir $PIP_ARGS "$wheel$EXTRAS"
+RUN wheel="$(echo /wheels/manta_dflash-*.whl)" && pip install --no-cache-dir $PIP_ARGS "$wheel$EXTRAS"
 RUN useradd --create-home manta
 USER manta
 WORKDIR /home/manta

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NO_MATPLOTLIB = "Pictures need the package matplotlib: pip install 'manta[plots]'."
+NO_MATPLOTLIB = "Pictures need the package matplotlib: pip install matplotlib."
 GRAY, TEAL = "#9aa5b1", "#0b7285"
 COLORS = (TEAL, "#c2571a", "#5b4fc4", "#b0307a", "#2f6fb0", "#8a6d00", "#4f7f1f", "#a33a3a", "#65727f")
 _MARKERS = "osD^"

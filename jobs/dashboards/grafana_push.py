@@ -131,7 +131,9 @@ def _client(scheme: str, host: str, port: int | None, path: str, token: str) -> 
     try:
         from grafana_api.grafana_face import GrafanaFace
     except ModuleNotFoundError:
-        raise ConfigError("Pushing needs the package grafana-api: pip install 'manta[grafana]'.") from None
+        raise ConfigError(
+            "Pushing needs the package grafana-api: pip install grafana-api requests."
+        ) from None
     user, _, password = token.partition(":")
     prefix = path.strip("/")
     return GrafanaFace(

@@ -41,7 +41,7 @@ def machine_checks() -> Iterator[Check]:
         ("driver", _driver, ""),
         ("CUDA", lambda: CheckOutcome(torch.version.cuda or "none: this is a CPU build of PyTorch"), ""),
         ("PyTorch", lambda: CheckOutcome(torch.__version__), "install PyTorch"),
-        ("Triton", _triton, "pip install 'manta[gpu]': without it a GPU runs PyTorch's own kernels"),
+        ("Triton", _triton, "pip install triton: without it a GPU runs PyTorch's own kernels"),
         ("C compiler", _c_compiler, "install gcc and Python's headers (python3-dev), or set CC"),
         ("NCCL", _nccl, ""),
         ("flash-attn", lambda: _package("flash-attn", "not installed; not needed"), ""),

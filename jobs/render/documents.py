@@ -27,6 +27,7 @@ from ...actors.http.middleware.api_keys import refuse_written_keys
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, PlacementError
 from ...cluster.fleet.placement import Topology, total
+from ...version import DISTRIBUTION, __version__
 from ..common.config_file import check_serve_config, read_yaml
 from ..common.engine_flags import ENGINE_OPTIONS
 from ..serve.ray_environment import OF_ALL, OF_HAPROXY
@@ -81,7 +82,8 @@ def render_document(
         least_nodes=deployment.least_nodes,
         most_nodes=deployment.most_nodes,
         image=image or own_image(),
-        version=metadata.version("manta"),
+        version=__version__,
+        wheel=f"{DISTRIBUTION.replace('-', '_')}-{__version__}-py3-none-any.whl",
         ray_version=ray_version(),
         ray_image=ray_image(gpu=gpus > 0),
         requirements=pinned_requirements(gpu=gpus > 0),
@@ -122,12 +124,12 @@ def ray_image(*, gpu: bool) -> str:
 
 
 def own_image() -> str:
-    return f"manta:{metadata.version('manta')}"
+    return f"manta:{__version__}"
 
 
 def pinned_requirements(*, gpu: bool) -> list[str]:
     """Return Manta's requirements at the installed versions; others keep their range."""
-    wanted = [Requirement(text) for text in metadata.requires("manta") or ()]
+    wanted = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or ()]
     extra = {"extra": "gpu" if gpu else ""}
     return [_pinned(each) for each in wanted if each.marker is None or each.marker.evaluate(extra)]
 

@@ -8,15 +8,16 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import typer.main
-from manta import __version__
 from manta.jobs.cli import app
 from manta.jobs.common.options import SHIPPED_CHATS
+from manta.version import DISTRIBUTION, __version__
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from support.jobs.package_copy import FLOORS, imported, run_python, sources
@@ -129,7 +130,66 @@ def test_package_changelog_and_guide_name_one_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     released = re.search(r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert released is not None and __version__ == project["version"] == released[1]
-    assert f"manta-{__version__}-py3" in (ROOT / "docs/how-to/install.md").read_text()
+    assert f"manta_dflash-{__version__}-py3" in (ROOT / "docs/how-to/install.md").read_text()
+
+
+# Real projects that a command may install besides ours and those in pyproject.toml.
+OTHER_PROJECTS = {"pip", "schemathesis", "flash-attn-4"}
+OPTIONS_WITH_A_VALUE = {"--extra-index-url", "--progress-bar", "--target", "-r", "-c"}
+
+
+def test_every_pip_install_names_our_wheel_or_a_declared_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == DISTRIBUTION
+    lines = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
+    known = OTHER_PROJECTS | {canonicalize_name(Requirement(line).name) for line in lines}
+    found = dict(pip_installs())
+    assert {"jobs/common/plots.py", "README.md", "Dockerfile", "docs/how-to/install.md"} <= {
+        f for f, _ in found
+    }
+    unknown = {place: wrong for place, names in found.items() if (wrong := names - known)}
+    assert not unknown, "somebody else's package, or one that pyproject.toml does not declare"
+
+
+def test_no_text_names_an_extra_of_the_other_manta() -> None:
+    assert [
+        f for f in written_files() if re.search(r"(?<![-\w])manta\[", (ROOT / f).read_text("utf-8"))
+    ] == []
+
+
+def written_files() -> list[str]:
+    """Return the files with text that a person reads, but for notes of past releases."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    kinds = {".py", ".md", ".yaml", ".yml", ".toml", ".html", ".service"}
+    files = [name for name in listed.stdout.splitlines() if not name.startswith(("tests/", "models/"))]
+    chosen = [f for f in files if Path(f).suffix in kinds or Path(f).name in ("Dockerfile", "Makefile")]
+    return [f for f in chosen if f != "CHANGELOG.md" and (ROOT / f).is_file()]
+
+
+def pip_installs() -> Iterator[tuple[tuple[str, str], set[str]]]:
+    """Yield each place with `pip install` and the names of the projects that it installs."""
+    for file in written_files():
+        text = re.sub(r"\\\n\s*", " ", (ROOT / file).read_text("utf-8"))
+        for found in re.finditer(r"pip install\s(?=(.*))", text):
+            yield (file, found[1]), named_projects(found[1])
+
+
+def named_projects(arguments: str) -> set[str]:
+    """Return the names of the projects in the arguments of `pip install`; a wheel of ours is none."""
+    names, is_value = set[str](), False
+    for word in arguments.split():
+        bare = word.lstrip("'\"`").rstrip("'\"`.,:;)")
+        if is_value or not bare or bare[0] in "-.$/":
+            is_value = bare in OPTIONS_WITH_A_VALUE
+        elif bare.split("[")[0].endswith(".whl"):
+            names |= set[str]() if bare.startswith(DISTRIBUTION.replace("-", "_")) else {bare}
+        elif name := re.match(r"[A-Za-z][\w-]*", bare):
+            names.add(canonicalize_name(name[0]))
+        if "{" in word or word in ("&&", "|") or (word[-1] in "`.,:;)" and word[0] != "$") or "`" in word:
+            break
+        if word.endswith('"') and not word.startswith('"'):  # the end of a text of Python
+            break
+    return names
 
 
 def test_each_mutation_still_changes_one_place():

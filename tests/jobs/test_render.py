@@ -20,6 +20,7 @@ from manta.actors.http.config.settings_mapping import split_settings
 from manta.cluster.errors import ConfigError, PlacementError
 from manta.jobs.cli import app
 from manta.jobs.render.documents import ENVIRONMENT, render_document
+from manta.version import DISTRIBUTION, __version__
 from support.paths import TESTS
 
 SCHEMAS = TESTS / "kuberay"
@@ -208,7 +209,9 @@ def test_ray_ups_schema_accepts_the_cluster(tmp_path: Path) -> None:
 def test_the_image_has_the_versions_installed_here(tmp_path: Path) -> None:
     text = render_document("dockerfile", config(tmp_path), None, None, [])
     pins = dict(re.findall(r"^    '([\w-]+)(?:\[[\w,]+])?==([\w.]+)'", text, re.M))
-    needed = {re.match(r"[\w.-]+", r)[0] for r in metadata.requires("manta") or () if "extra ==" not in r}  # type: ignore[index]
+    needed = {
+        re.match(r"[\w.-]+", r)[0] for r in metadata.requires(DISTRIBUTION) or () if "extra ==" not in r
+    }  # type: ignore[index]
     assert pins.keys() >= needed and "triton" in pins
     assert pins["ray"] == metadata.version("ray") and text.startswith("#")
     assert (
@@ -217,6 +220,7 @@ def test_the_image_has_the_versions_installed_here(tmp_path: Path) -> None:
     )
     for name, value in ENVIRONMENT.items():
         assert f"ENV {name}={value}\n" in text
+    assert f"\nCOPY dist/manta_dflash-{__version__}-py3-none-any.whl /tmp/\n" in text
     cpu = render_document("dockerfile", config(tmp_path, device="cpu"), None, None, [])
     assert "'triton" not in cpu and "-cpu\n" in cpu
 

@@ -110,7 +110,8 @@ class ServerSettings:
         ui: serve the live page at /ui.
         log_format: format of the log lines of all processes: text, or json (an object in each line).
         otlp_traces_endpoint: URL of a collector that gets a span of each request (OTLP over HTTP); needs
-            manta[otel]. Without it OTEL_EXPORTER_OTLP_ENDPOINT of the replica's environment, or no tracing.
+            opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http. Without the setting it is
+            OTEL_EXPORTER_OTLP_ENDPOINT of the replica's environment, or no tracing.
         lossless_audit: share of answers that an idle engine computes again without speculation, and compares:
             0 (none) to 1. They are compared token by token. 0 leaves an idle engine idle.
         capture: folder that keeps prompts and answers, as token ids, to adapt drafters to them. Created with

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _EXPORTER = "opentelemetry.exporter.otlp.proto.http"
 _ENVIRONMENT = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_INSTALL = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 _PATH = "/v1/traces"  # of a collector
 Attributes = Mapping[str, str | int | float | list[str]]
 
@@ -42,8 +43,8 @@ Attributes = Mapping[str, str | int | float | list[str]]
 def check_tracing(settings: ServerSettings) -> None:
     if settings.otlp_traces_endpoint is not None and not _can_export():
         raise ConfigError(
-            "otlp_traces_endpoint: OpenTelemetry's exporter is not installed. Install it "
-            "(pip install 'manta[otel]') where the replicas run, or leave the setting out.",
+            f"otlp_traces_endpoint: OpenTelemetry's exporter is not installed. Install it ({_INSTALL}) where "
+            "the replicas run, or leave the setting out.",
             param="otlp_traces_endpoint",
         )
 
@@ -57,9 +58,7 @@ def open_tracing(settings: ServerSettings, replica: str) -> Tracing | None:
     if not named:
         return None
     if not _can_export():  # the variable may be meant for other programs, so this is no reason not to start
-        logger.warning(
-            "%s is set, but OpenTelemetry's exporter is missing: pip install 'manta[otel]'", named[0]
-        )
+        logger.warning("%s is set, but OpenTelemetry's exporter is missing: %s", named[0], _INSTALL)
         return None
     return Tracing(None, replica)
 

@@ -35,7 +35,7 @@ def why_not(spec: ModelStackSpec, machine: DeviceCapabilities) -> str | None:
     try:
         package = _load(machine.device)
     except ImportError as error:
-        return f"needs the package flash_attn ({error}): pip install 'manta[flash-attn]'"
+        return f"needs the package flash_attn ({error}): pip install flash-attn"
     if package is _Package2 and machine.page_size % _PAGE_MULTIPLE:
         return f"reads pages of a multiple of 256 tokens (page_size=256), page_size is {machine.page_size}"
     if machine.dtype not in (torch.float16, torch.bfloat16):
