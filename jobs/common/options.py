@@ -19,7 +19,7 @@ SHIPPED_PAIR = ("models/target", "models/drafter")
 # Files of the package, which `shipped` and `read_rows` find from any working directory: prompts that the pair
 # completes, and chats that no drafter of `models/recipe/published` is trained on.
 SHIPPED_PROMPTS = Path("models/prompts.jsonl")
-SHIPPED_CHATS = Path("models/recipe/published/held_out.jsonl")
+SHIPPED_CHATS = Path("models/chats.jsonl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

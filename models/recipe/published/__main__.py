@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from ....actors.checkpoints.checkpoint_paths import shipped
 from ....cluster.errors import MantaError
+from ....jobs.common.options import SHIPPED_CHATS
 from ....jobs.common.tables import print_table
 from . import sources
 from .answers import (
@@ -30,7 +32,7 @@ from .prompts import (
 )
 
 WORK_DIR = Path("out/published")
-HELD_OUT_FILE = Path(__file__).with_name("held_out.jsonl")
+HELD_OUT_FILE = shipped(SHIPPED_CHATS)
 PROMPTS_PER_ROUND = 512
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 

@@ -15,7 +15,7 @@ from manta.models.recipe.published.mistakes import with_mistakes, with_wrong_ope
 from manta.models.recipe.published.sources import Chat, Sentence, Texts, Word
 from support.paths import MODELS
 
-HELD_OUT = Path(prompts.__file__).with_name("held_out.jsonl")
+HELD_OUT = MODELS / "chats.jsonl"
 
 
 @pytest.fixture(scope="module")
