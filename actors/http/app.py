@@ -20,6 +20,7 @@ from ..batch.openai.batch_service import BatchService
 from ..capture.collector import open_capture
 from ..checkpoints.checkpoint_paths import target_folder
 from ..checkpoints.model_card import sample_prompt
+from ..checkpoints.published_drafters import speculation_advice
 from ..engine.async_engine import AsyncEngine
 from ..engine.lossless_audit import LosslessAudit
 from ..observability.telemetry import MetricsMirror, RequestTelemetry
@@ -103,7 +104,9 @@ def create_app(
         def first_prompt() -> str | None:
             return sample_prompt(target_folder(engine.config))
 
-        app.include_router(ui_routes(batches=batches is not None, prompt=first_prompt))
+        plain = engine.config.speculative_config is None
+        advice = f"No speculation: {speculation_advice(engine.config.model)}" if plain else ""
+        app.include_router(ui_routes(batches=batches is not None, prompt=first_prompt, advice=advice))
     gate = partial(
         RequestGate,
         settings=settings,

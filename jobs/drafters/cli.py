@@ -61,11 +61,20 @@ def list_drafters(
         list[Path] | None,
         typer.Argument(help="Folders to search, one level deep; default: models/ and the hub's cache."),
     ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--for", metavar="MODEL", help="List the published drafters of this target instead."),
+    ] = None,
 ) -> None:
-    """List the drafters on this machine."""
-    from .drafter_summary import find_drafters, print_drafters
+    """List the drafters on this machine, or with --for the published ones of a target."""
+    from .drafter_summary import find_drafters, print_drafters, print_published
 
-    print_drafters(find_drafters(folders))
+    if target is None:
+        print_drafters(find_drafters(folders))
+    elif folders:
+        raise typer.BadParameter("Give folders or --for, not both.")
+    else:
+        print_published(target)
 
 
 @drafter.command()

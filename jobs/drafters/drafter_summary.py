@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ...actors.checkpoints.published_drafters import drafters_for, speculation_advice
 from ...cluster.errors import CheckpointError
 from ...drafter.card import min_card_length
 from ...drafter.compute.checkpoint.loading.quantized_tensors import QuantizedTensors
@@ -177,6 +178,15 @@ def print_drafters(drafters: dict[str, AnyConfig]) -> None:
     ]
     columns = ["drafter", "format", "kind", "layers", "block", "taps", "length"]
     print_table("Drafters", columns, rows, num_left=3)
+
+
+def print_published(target: str) -> None:
+    """Print the published drafters of a target, with the flags that serve them."""
+    rows = [[each.name, each.kind, each.flags, each.note] for each in drafters_for(target)]
+    if rows:
+        print_table(f"Published drafters of {target}", ["drafter", "kind", "flags", "note"], rows, num_left=4)
+    else:
+        print(f"No drafter of {target} is known to be published; {speculation_advice(target)}")
 
 
 def _kind(config: AnyConfig) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ...actors.checkpoints.checkpoint_paths import drafter_folder, target_folder
 from ...actors.checkpoints.gguf_files import gguf_files, weight_files
+from ...actors.checkpoints.published_drafters import speculation_advice
 from ...actors.http.config.settings import ServerSettings
 from ...actors.system.atomic_files import check_storage_folder
 from ...cluster.config import EngineConfig
@@ -121,7 +122,12 @@ def describe_models(config: EngineConfig, settings: ServerSettings) -> Iterator[
     yield f"model {names}: {_source(plan.target_folder)} ({as_size(size)})"
     if plan.drafter_folder is None:
         spec = config.speculative_config
-        yield f"no drafter: {'plain decoding' if spec is None else f'drafts by {spec.method}'}"
+        what = (
+            f"plain decoding; {speculation_advice(config.model)}"
+            if spec is None
+            else f"drafts by {spec.method}"
+        )
+        yield f"no drafter: {what}"
     else:
         drafter_size = weight_bytes(plan.drafter_folder)
         size += drafter_size

@@ -16,7 +16,7 @@ from fastapi.responses import RedirectResponse
 
 PATH = "/ui"
 _NO_BATCHES = b"<body data-batches>", b"<body>"
-_PROMPT = b"<!-- the first prompt -->"
+_PROMPT, _ADVICE = b"<!-- the first prompt -->", b"<!-- the advice -->"
 USUAL_PROMPT = "Explain in three sentences why the sky is blue."
 # Nothing is loaded from, sent to or framed by other origins; model output is shown as text, never as HTML.
 _POLICY = (
@@ -31,18 +31,22 @@ _HEADERS = {
 }
 
 
-def ui_routes(*, batches: bool, prompt: Callable[[], str | None] = lambda: None) -> APIRouter:
+def ui_routes(
+    *, batches: bool, prompt: Callable[[], str | None] = lambda: None, advice: str = ""
+) -> APIRouter:
     """Return the routes.
 
     Args:
         batches: whether the server has batches for the page to show.
         prompt: called for the first visitor: the prompt with which the page opens, None for the usual one.
+        advice: shown instead of a second column by a server without speculation; "" for one with it.
     """
     router = APIRouter(include_in_schema=False)
 
     @cache
     def page() -> bytes:
         content = files(__name__).joinpath("page.html").read_bytes()
+        content = content.replace(_ADVICE, html.escape(advice).encode())
         content = content.replace(_PROMPT, html.escape(prompt() or USUAL_PROMPT).encode())
         return content if batches else content.replace(*_NO_BATCHES)
 

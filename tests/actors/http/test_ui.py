@@ -169,6 +169,22 @@ def test_blocks_are_colored_by_origin_and_both_columns_are_equal(
         assert words in wait_for(browser, f"document.getElementById('{bar}').getAttribute('aria-label')")
 
 
+def test_without_speculation_there_is_one_column_and_the_way_to_it(serve: Serve) -> None:
+    with serve(speculative_config=None) as plain, real_browser() as browser:
+        browser.open(f"{plain.url}/ui", 1280)
+        wait_for(browser, "document.getElementById('state').textContent === 'ready'")
+        browser.run("document.getElementById('tokens').value = 8; document.getElementById('go').click()")
+        wait_for(
+            browser, "document.querySelectorAll('.t').length > 0 && !document.getElementById('go').disabled"
+        )
+        assert browser.run("return document.querySelectorAll('.lane').length") == 1
+        assert browser.run("return document.querySelector('.verdict')") is None
+        advice = browser.run("return document.getElementById('advice').innerText")
+        assert advice.startswith("No speculation: for speculation add --spec-method suffix")
+        hidden = "['race-label', 'legend', 'acceptance'].every((id) => document.getElementById(id).hidden)"
+        assert browser.run(f"return {hidden}")
+
+
 def test_a_chat_continues_by_keyboard_until_a_new_one_begins(browser: Browser) -> None:
     browser.run(
         "document.getElementById('anew').click(); document.getElementById('race').checked = false;"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from manta.actors.checkpoints.published_drafters import PUBLISHED_DRAFTERS, drafters_for
 from manta.cluster.errors import ConfigError
 from manta.drafter.compute.checkpoint.safetensors_reader import TensorFolder
 from manta.drafter.dflash.checkpoint import named_as_ours
@@ -35,7 +36,7 @@ from support.checkpoints.drafters import (
     write_drafter,
 )
 from support.checkpoints.tiny import TINY_VOCAB
-from support.paths import DATA
+from support.paths import DATA, ROOT
 from support.published.hub_standin import REVISION, hub_with_model
 from typer.testing import CliRunner
 
@@ -134,6 +135,9 @@ def test_compare_marks_what_differs(tmp_path: Path):
     assert not marked & {"* target layer ids", "* block size", "* num parameters"}
 
 
+SECTIONS = ("Published DFlash drafters", "Published EAGLE-3 drafters")
+
+
 def test_list_finds_drafters_and_skips_targets(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     shutil.copytree(DRAFTER, tmp_path / "one")
@@ -141,6 +145,36 @@ def test_list_finds_drafters_and_skips_targets(tmp_path: Path):
     assert list(find_drafters([tmp_path])) == [str(tmp_path / "one")]
     code, said = run("list", tmp_path / "one")
     assert code == 0 and "z-lab" in said and "1, 4, 8, 12, 15" in said
+
+
+@pytest.mark.parametrize(
+    ("model", "drafter"),
+    [
+        ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
+        ("unsloth/Qwen3-8B-GGUF:Q4_K_M", "RedHatAI/Qwen3-8B-speculator.dflash2"),
+        ("/data/Qwen3-8B-Q4_K_M.gguf", "deepseek-ai/dspark_qwen3_8b_block7"),
+        ("RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8-dynamic", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),
+        (str(TARGET), "models/drafter"),
+    ],
+)
+def test_list_names_the_published_drafters_of_a_target_in_any_form(model: str, drafter: str) -> None:
+    assert drafter in [each.name for each in drafters_for(model)]
+    code, said = run("list", "--for", model)
+    assert code == 0 and "Published drafters" in said
+
+
+def test_a_target_without_a_published_drafter_is_told_what_else_speculates() -> None:
+    code, said = run("list", "--for", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    assert code == 0 and "--spec-method suffix" in said
+    assert not drafters_for("Qwen/Qwen3-8B-Base"), "another model's name begins so"
+
+
+def test_the_guide_names_the_published_drafters_that_the_command_lists() -> None:
+    text = (ROOT / "docs/families.md").read_text()
+    parts = [text.partition(f"## {title}\n")[2].partition("\n## ")[0] for title in SECTIONS]
+    named = set(re.findall(r"`([\w.-]+/[\w.-]+)`", "".join(parts)))
+    listed = {each.name for each in PUBLISHED_DRAFTERS if each.kind != "assistant" and each.note != "shipped"}
+    assert named == listed
 
 
 def write_target_config(folder: Path, num_layers: int, **sizes: int) -> Path:
