@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...cluster.records.repetition import REPEATED_TOKENS
 from ...jobs.common.tables import decimals
 from .evaluate import Figures
 
@@ -81,8 +82,9 @@ features.
 
 `models/prompts.jsonl`, {evaluation_tokens} new tokens each, block 16, a whole block drafted in every step.
 Length is the mean acceptance length: a block's accepted drafts plus the bonus token. Temperature 1 uses
-equal noise, so the answers are those of plain decoding. Repeated: share of tokens in an 8-gram that the
-answer already contained; fresh: the length up to the first such token, because repetition is easy to draft.
+equal noise, so the answers are those of plain decoding. Repeated: share of tokens in a sequence of
+{repeated_tokens} that the answer already contained; fresh: the length up to the first such token, because
+repetition is easy to draft.
 The target's held-out loss is {held_out_loss:.3f} nats per token.
 
 {table}
@@ -141,6 +143,7 @@ def write_cards(output_dir: Path, facts: PairFacts) -> None:
         drafter_minutes=facts.drafter.used_s / 60,
         evaluation_tokens=facts.num_evaluation_tokens,
         table=figures_table(facts.figures),
+        repeated_tokens=REPEATED_TOKENS,
         **common,
     )
     (output_dir / "target" / "README.md").write_text(target, encoding="utf-8")

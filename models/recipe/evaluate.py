@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...cluster.records.repetition import num_fresh_tokens, repeated_tokens
 from ...cluster.speculation.acceptance_length import mean_acceptance_length
 from ...jobs.training.heads.frozen_target import FrozenTarget
 from ...jobs.training.heads.offline_proposals import OfflineProposals, accepted_at
@@ -21,7 +22,6 @@ from ...jobs.training.loop.continuations import ContinuationRequest
 from .prompt_selection import Prompt
 
 OVERALL = "overall"
-REPEAT_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Figures:
     """The figures of one category at one temperature.
 
     Attributes:
-        repeated_share: share of the tokens that are inside an 8-gram which the same answer already had.
+        repeated_share: share of the tokens that are repeated (`cluster/records/repetition.py`).
         fresh_acceptance_length: mean acceptance length up to the first such token of each answer, because
             repetition is easy to draft. None if no answer has a step before it.
     """
@@ -57,10 +57,9 @@ def evaluate(
         if len(answer) < 2:
             continue
         lengths = accepted_lengths(proposals, target, question, answer)
-        repeated = repeated_tokens(answer)
-        num_fresh = int(repeated.argmax()) if repeated.any() else len(answer)
-        fresh = lengths[: max(0, num_fresh - 1)]
-        row = (len(answer), count_steps(lengths), int(repeated.sum()), len(fresh), count_steps(fresh))
+        fresh = lengths[: max(0, num_fresh_tokens(answer) - 1)]
+        num_repeated = int(repeated_tokens(answer).sum())
+        row = (len(answer), count_steps(lengths), num_repeated, len(fresh), count_steps(fresh))
         rows[prompt.category].append(row)
         rows[OVERALL].append(row)
     rows[OVERALL] = rows.pop(OVERALL)
@@ -100,20 +99,3 @@ def _figures(category: str, temperature: float, rows: Iterable[tuple[int, ...]])
         repeated_share=repeated / tokens,
         fresh_acceptance_length=mean_acceptance_length(fresh_steps, fresh - fresh_steps),
     )
-
-
-def repeated_tokens(answer: Sequence[int]) -> np.ndarray:
-    """Return bool [tokens]: True inside an 8-gram that occurred earlier in the answer."""
-    repeated, seen = np.zeros(len(answer), dtype=bool), set[tuple[int, ...]]()
-    for start in range(len(answer) - REPEAT_TOKENS + 1):
-        gram = tuple(answer[start : start + REPEAT_TOKENS])
-        if gram in seen:
-            repeated[start : start + REPEAT_TOKENS] = True
-        seen.add(gram)
-    return repeated
-
-
-def before_repetition(answer: Sequence[int]) -> list[int]:
-    """Return the answer up to its first repeated 8-gram, or all of it if it has none."""
-    repeated = repeated_tokens(answer)
-    return list(answer[: int(repeated.argmax())] if repeated.any() else answer)

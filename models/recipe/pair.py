@@ -19,6 +19,7 @@ from transformers import Qwen3ForCausalLM
 
 from ...actors.targets.model.tensor_parallel import Sharding
 from ...actors.targets.model.weights import TargetWeights
+from ...cluster.records.repetition import num_fresh_tokens
 from ...drafter.compute.checkpoint.safetensors_reader import TensorFolder
 from ...drafter.dflash.checkpoint import check_drafter
 from ...jobs.common.tables import decimals
@@ -35,7 +36,7 @@ from ...jobs.training.train_drafter import freed_memory_kept, machine, train
 from . import corpus
 from .cards import PairFacts, RunFacts, write_cards
 from .chat_samples import IM_END
-from .evaluate import Figures, before_repetition, evaluate
+from .evaluate import Figures, evaluate
 from .prompt_selection import all_prompts, select_prompts
 from .prompts import (
     EVALUATION_TOKENS,
@@ -57,6 +58,8 @@ HELD_OUT_WINDOW_TOKENS, HELD_OUT_SEQUENCES = 512, 64
 # The last stage trains the drafter that was trained with the target, with one more layer and a selector.
 SHIPPED = replace(further_recipe("selector"), num_layers=4)
 TARGET_RUN, TOGETHER_RUN, DRAFTER_RUN = "target", "together", "drafter"
+# What the pair learns together ends where 8 tokens repeat; the figures' 4 would cut a third more.
+SURE_REPEATED_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ class _PairJob:
         loss_alone = held_out_loss(target, held_out, HELD_OUT_WINDOW_TOKENS, self._device)
         self._report(f"held-out loss of the target alone: {loss_alone:.3f}")
         sure_data = self._make_continuations(
-            tokenizer, store, "sure", SURE_TEMPERATURES, before_repetition, Shares.first_continuations
+            tokenizer, store, "sure", SURE_TEMPERATURES, _before_repetition, Shares.first_continuations
         )
         self._train_together(tokenizer, target, store, sure_data)
         loss = held_out_loss(target, held_out, HELD_OUT_WINDOW_TOKENS, self._device)
@@ -223,3 +226,7 @@ class _PairJob:
         snapshot = load_snapshot(self._work / name / SNAPSHOT)
         assert snapshot is not None, "the stage has just saved it"
         return RunFacts(snapshot["step"], snapshot["tokens"], snapshot["used_s"])
+
+
+def _before_repetition(answer: Sequence[int]) -> list[int]:
+    return list(answer[: num_fresh_tokens(answer, SURE_REPEATED_TOKENS)])

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 from ....actors.checkpoints.checkpoint_paths import shipped
@@ -22,6 +23,7 @@ from ....actors.tokenization.prompts import load_tokenizer
 from ....cluster.config import EngineConfig
 from ....cluster.errors import ConfigError, DatasetError, RequestError
 from ....cluster.records.confidence_intervals import RatioEstimate, ratio_of_sums
+from ....cluster.records.repetition import num_fresh_tokens
 from ...bench.common.engine_passes import (
     Figures,
     PromptRow,
@@ -35,7 +37,7 @@ from ...bench.common.idle_check import Watch
 from ...bench.common.provenance import options_json, provenance
 from ...bench.common.request_source import RequestSource, encode_rows
 from ...bench.sweep.engines import ADAPTIVE, PLAIN, Driver, open_sides
-from ...bench.sweep.load_records import AnswerRecord, LoadPass, Sums
+from ...bench.sweep.load_records import AnswerRecord, DraftBlock, LoadPass, Sums
 from ...common.options import SHIPPED_CHATS, SHIPPED_PROMPTS
 from ..common.drafter_files import method_of
 from ..common.options import EvalOptions
@@ -50,18 +52,30 @@ _SUITES: Mapping[str, tuple[Path, int | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Acceptance of a category; `by_position` is the share of blocks with a draft there that accept it."""
+    """Acceptance of a category.
+
+    Attributes:
+        tokens_per_step: tokens of a verified block, with the bonus token.
+        by_position: share of blocks with a draft there that accept it.
+        before_repetition: of the blocks that begin before their answer repeats itself
+            (`cluster/records/repetition.py`), in the answers that have any.
+    """
 
     num_prompts: int
+    num_repeating: int
     num_blocks: int
     tokens_per_step: RatioEstimate
     by_position: tuple[RatioEstimate, ...]
+    before_repetition: RatioEstimate | None
 
     def as_json(self) -> Figures:
+        fresh = self.before_repetition
         return {
             "prompts": self.num_prompts,
+            "repeating_prompts": self.num_repeating,
             "blocks": self.num_blocks,
             "tokens_per_step": self.tokens_per_step.as_json(),
+            "tokens_per_step_before_repetition": None if fresh is None else fresh.as_json(),
             "by_position": [share.as_json() for share in self.by_position],
         }
 
@@ -141,23 +155,46 @@ def measure_acceptance(
     say(f"acceptance at temperature {source[0].temperature:g}: {count} prompts")
     done = driver.closed(source, range(count), min(at_once, count))
     answers = [answer for answer in done.answers if answer.number < count]
+    depth = driver.info.num_speculative_tokens
     of: dict[str, list[AnswerRecord]] = defaultdict(list)
     for answer in answers:
         of[answer.category].append(answer)
     groups = {OVERALL: answers, **{name: of[name] for name in sorted(of)}}
-    return {name: found for name, group in groups.items() if (found := _acceptance(group)) is not None}
+    return {
+        name: found for name, group in groups.items() if (found := acceptance_of(group, depth)) is not None
+    }
 
 
-def _acceptance(answers: Sequence[AnswerRecord]) -> Acceptance | None:
-    sums = [Sums.of(answer.blocks) for answer in answers]
-    blocks = [one.num_verified for one in sums]
-    length = ratio_of_sums([one.num_verified + sum(one.accepted) for one in sums], blocks, minimum=1.0)
+def acceptance_of(answers: Sequence[AnswerRecord], depth: int) -> Acceptance | None:
+    """`depth`: most drafts that a block can accept; a tree has more."""
+    length = _tokens_per_step([answer.blocks for answer in answers])
     if length is None:
         return None
-    at, longest = partial(_at, sums), max(len(one.drafted) for one in sums)
+    sums = [Sums.of(answer.blocks) for answer in answers]
+    at, longest = partial(_at, sums), min(depth, max(len(one.drafted) for one in sums))
     shares = (ratio_of_sums(at("accepted", i), at("drafted", i), 0.0, 1.0) for i in range(longest))
-    known = tuple(share for share in shares if share is not None)
-    return Acceptance(len(answers), sum(blocks), length, known)
+    return Acceptance(
+        num_prompts=len(answers),
+        num_repeating=sum(num_fresh_tokens(answer.token_ids) < len(answer.token_ids) for answer in answers),
+        num_blocks=sum(one.num_verified for one in sums),
+        tokens_per_step=length,
+        by_position=tuple(share for share in shares if share is not None),
+        before_repetition=_tokens_per_step([blocks_before_repetition(answer) for answer in answers]),
+    )
+
+
+def _tokens_per_step(blocks_of_answers: Sequence[Sequence[DraftBlock]]) -> RatioEstimate | None:
+    """Return the tokens of a verified block, those that its answer has: none after an end token."""
+    verified = [[block for block in blocks if block.num_drafted] for blocks in blocks_of_answers]
+    num_tokens = [sum(block.num_tokens for block in blocks) for blocks in verified]
+    return ratio_of_sums(num_tokens, [len(blocks) for blocks in verified], minimum=1.0)
+
+
+def blocks_before_repetition(answer: AnswerRecord) -> list[DraftBlock]:
+    """Return the blocks whose first token precedes the answer's first repetition."""
+    fresh = num_fresh_tokens(answer.token_ids)
+    starts = accumulate((block.num_tokens for block in answer.blocks), initial=0)
+    return [block for start, block in zip(starts, answer.blocks, strict=False) if start < fresh]
 
 
 def _at(sums: Sequence[Sums], what: str, place: int) -> list[int]:

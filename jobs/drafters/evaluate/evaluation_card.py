@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from ....actors.system.atomic_files import write_atomically, write_json
 from ....cluster.errors import ConfigError
+from ....cluster.records.repetition import REPEATED_TOKENS
 from ...bench.common.idle_check import print_warning
 from ...common.plots import Picture, can_plot, draw_shares, rows_size, write_svgs
 from ...common.tables import NO_FIGURE, print_table
@@ -38,9 +40,10 @@ Drafts for `{target}`; suite `{suite}`, {prompts} prompts, at most {max_tokens} 
 ## Acceptance
 
 Every step drafts whole blocks of {drafts} tokens; answers stop at an end-of-sequence token. *Length* is the
-mean acceptance length: tokens of a verified block, including the bonus token. Intervals are 95 % confidence
-intervals with prompts as sampling units (steps of one answer are correlated): linearized ratio of sums,
-Student's t.
+mean acceptance length: tokens of a verified block, including the bonus token. *Fresh* is the same up to an
+answer's first repetition of {repeated_tokens} tokens, because repetition is easy to draft; *repeat* is the
+share of answers with one. Intervals are 95 % confidence intervals with prompts as sampling units (steps of
+one answer are correlated): linearized ratio of sums, Student's t.
 
 {acceptance}
 
@@ -90,23 +93,21 @@ def read_card(path: Path) -> Figures:
 
 def print_evaluation(figures: Figures) -> None:
     for at in figures["acceptance"]:
-        maximum = max(len(each["by_position"]) for each in at["categories"].values())
-        columns = ["category", "prompts", "tok/step", "95 %", *map(str, range(1, min(maximum, _SHOWN) + 1))]
-        rows = [
-            [
-                name,
-                str(found["prompts"]),
-                f"{found['tokens_per_step']['value']:.2f}",
-                _range(found["tokens_per_step"], 2),
-                *(f"{share['value']:.2f}" for share in found["by_position"][:_SHOWN]),
-            ]
-            for name, found in at["categories"].items()
-        ]
-        print_table(f"Acceptance of whole blocks by draft, temperature {at['temperature']:g}", columns, rows)
+        found, temperature = at["categories"], f"temperature {at['temperature']:g}"
+        lengths = [[name, str(each["prompts"]), *_length_cells(each)] for name, each in found.items()]
+        columns = ["category", "prompts", "tok/step", *_LENGTH_COLUMNS]
+        print_table(f"Tokens per step with whole blocks, {temperature}", columns, lengths)
+        shares = {
+            name: [f"{share['value']:.2f}" for share in each["by_position"][:_SHOWN]]
+            for name, each in found.items()
+        }
+        title = f"Acceptance of whole blocks by draft, {temperature}"
+        print_table(title, *_by_draft("category", shares))
     print_table("Speed", _SPEED_COLUMNS, _speed_rows(figures))
     print_warning([point["idleness"] for point in figures["points"]])
 
 
+_LENGTH_COLUMNS = ["95 %", "fresh", "95 %", "repeat"]  # after the length itself
 _SPEED_COLUMNS = [
     *("temperature", "requests at once", "plain tok/s", "tok/s", "speed-up", "95 %", "tok/step"),
     "identical output",
@@ -129,6 +130,15 @@ def _speed_rows(figures: Figures) -> list[list[str]]:
     ]
 
 
+def _length_cells(found: Figures) -> list[str]:
+    """Return the lengths of whole answers and of fresh text with their intervals, and how many repeat."""
+    lengths = found["tokens_per_step"], found["tokens_per_step_before_repetition"]
+    cells = (
+        [NO_FIGURE] * 2 if each is None else [f"{each['value']:.2f}", _range(each, 2)] for each in lengths
+    )
+    return [*chain.from_iterable(cells), f"{found['repeating_prompts'] / found['prompts']:.0%}"]
+
+
 def _range(estimate: Figures, digits: int) -> str:
     if estimate["low"] is None:
         return NO_FIGURE
@@ -146,6 +156,7 @@ def _card(figures: Figures, *, has_picture: bool) -> str:
         prompts=figures["suite"]["prompts"],
         drafts=figures["suite"]["num_speculative_tokens"],
         max_tokens=figures["options"]["max_tokens"],
+        repeated_tokens=REPEATED_TOKENS,
         machine=machine,
         date=provenance["date"][:10],
         acceptance=_acceptance_table(figures),
@@ -193,21 +204,25 @@ def _acceptance_table(figures: Figures) -> str:
     columns = ["category", "prompts"]
     rows: dict[str, list[str]] = {}
     for at in figures["acceptance"]:
-        columns += [f"length, T={at['temperature']:g}", "95 %"]
+        columns += [f"length, T={at['temperature']:g}", *_LENGTH_COLUMNS]
         for name in _categories(figures):
             found = at["categories"].get(name)
             row = rows.setdefault(name, [name, NO_FIGURE if found is None else str(found["prompts"])])
-            length = None if found is None else found["tokens_per_step"]
-            row += [NO_FIGURE] * 2 if length is None else [f"{length['value']:.2f}", _range(length, 2)]
+            row += [NO_FIGURE] * 5 if found is None else _length_cells(found)
     return _markdown(columns, [*rows.values()])
 
 
 def _position_table(figures: Figures) -> str:
     """Return shares in per cent, each with half the width of its interval."""
     shares = _shares(figures, lambda share: _with_reach(share))
-    maximum = max(map(len, shares.values()))
-    rows = [[name, *cells, *[NO_FIGURE] * (maximum - len(cells))] for name, cells in shares.items()]
-    return _markdown(["%, by draft", *map(str, range(1, maximum + 1))], rows)
+    return _markdown(*_by_draft("%, by draft", shares))
+
+
+def _by_draft(title: str, cells: Mapping[str, list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Return columns by draft and the rows of a table, filled up."""
+    maximum = max(map(len, cells.values()))
+    rows = [[name, *row, *[NO_FIGURE] * (maximum - len(row))] for name, row in cells.items()]
+    return [title, *map(str, range(1, maximum + 1))], rows
 
 
 def _with_reach(share: Figures) -> str:

@@ -25,10 +25,11 @@ from manta.cluster.speculation.acceptance_length import mean_acceptance_length
 from manta.cluster.step.executor import ExecutorInfo
 from manta.drafter.card import min_card_length
 from manta.jobs.bench.sweep import engines as sides
+from manta.jobs.bench.sweep.load_records import AnswerRecord, DraftBlock
 from manta.jobs.cli import app
 from manta.jobs.drafters.common.options import EvalOptions
 from manta.jobs.drafters.evaluate import evaluate_drafter as evaluate
-from manta.jobs.drafters.evaluate.evaluate_drafter import open_suite
+from manta.jobs.drafters.evaluate.evaluate_drafter import acceptance_of, blocks_before_repetition, open_suite
 from manta.jobs.drafters.evaluate.evaluation_card import read_card, write_card
 from manta.jobs.drafters.validate.card_check import check_card, compare_acceptance
 from support.checkpoints.text_pair import VOCAB
@@ -140,8 +141,33 @@ def test_the_acceptance_curve_is_found(card: Path) -> None:
             assert shares == pytest.approx(SURVIVAL, abs=0.1)
             length = reported["tokens_per_step"]
             assert length["low"] < 1 + sum(SURVIVAL) < length["high"]
+            assert reported["tokens_per_step_before_repetition"] == length, "the tokens are random"
+            assert reported["repeating_prompts"] == 0
         blocks = [at["categories"][name]["blocks"] for name in ("overall", "x", "y")]
         assert blocks[0] == blocks[1] + blocks[2]
+
+
+def test_a_block_counts_before_a_repetition_if_its_first_token_does() -> None:
+    """The first four tokens come back at index 6; the block of 5 and 6 begins before that."""
+    answer = AnswerRecord(0, "x", 0.0, token_ids=[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 7])
+    sizes = [(1, 0), (1, 3), (3, 3), (2, 3), (4, 3), (2, 1)]
+    answer.blocks = [DraftBlock(0.0, tokens, drafts, tokens - 1) for tokens, drafts in sizes]
+    assert blocks_before_repetition(answer) == answer.blocks[:4]
+    fresh = AnswerRecord(1, "x", 0.0, token_ids=[7, 8, 9])
+    fresh.blocks = [DraftBlock(0.0, 1, 0, 0), DraftBlock(0.0, 2, 3, 1)]
+    assert blocks_before_repetition(fresh) == fresh.blocks
+    found = acceptance_of([answer, fresh], depth=3)
+    assert found is not None and found.before_repetition is not None
+    assert (found.num_prompts, found.num_repeating, found.num_blocks) == (2, 1, 6)
+    assert found.tokens_per_step.value == (1 + 3 + 2 + 4 + 2 + 2) / 6
+    assert found.before_repetition.value == (1 + 3 + 2 + 2) / 4
+
+
+def test_a_bonus_token_that_an_ended_answer_does_not_have_is_not_counted() -> None:
+    ended = AnswerRecord(0, "x", 0.0, token_ids=[1, 2, 3])
+    ended.blocks = [DraftBlock(0.0, 1, 0, 0), DraftBlock(0.0, 2, 3, 2)]  # two drafts, the second an end token
+    found = acceptance_of([ended], depth=3)
+    assert found is not None and found.tokens_per_step.value == 2.0
 
 
 def test_speed_is_measured_in_alternating_turns_at_each_load(card: Path) -> None:

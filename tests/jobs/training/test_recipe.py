@@ -21,10 +21,8 @@ from manta.models.recipe.corpus import is_held_out
 from manta.models.recipe.evaluate import (
     Figures,
     accepted_lengths,
-    before_repetition,
     count_steps,
     evaluate,
-    repeated_tokens,
 )
 from manta.models.recipe.prompt_cuts import CATEGORIES
 from manta.models.recipe.prompt_selection import MAX_PROMPT_TOKENS, MIN_PROMPT_TOKENS, Prompt
@@ -115,13 +113,6 @@ def test_steps_are_counted_as_in_an_engine():
     assert count_steps([0, 0, 0]) == 3
     assert count_steps([2, 9, 9, 0]) == 2
     assert count_steps([]) == 0
-
-
-def test_only_the_second_occurrence_of_eight_tokens_counts_as_repeated():
-    fresh = list(range(12))
-    assert not repeated_tokens(fresh).any()
-    assert repeated_tokens([*fresh, *range(8)]).tolist() == [False] * 12 + [True] * 8
-    assert before_repetition([*fresh, *range(9)]) == before_repetition(fresh) == fresh
 
 
 def test_cards_contain_the_figures(tmp_path):
