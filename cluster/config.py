@@ -23,7 +23,11 @@ AttentionBackend = Literal["auto", "torch", "compiled", "triton", "flash_attn"]
 DrafterPlacement = Literal["colocated", "split", "shared"]
 DraftMethod = Literal["dflash", "eagle3", "mtp", "ngram", "suffix"]
 LoadFormat = Literal["auto", "dummy"]
-Quantization = Literal["fp8", "int8", "int4"]
+Quantization = Literal["fp8", "int8", "int4"]  # at load
+# With the names of formats in which checkpoints are stored, as vLLM's flag has them.
+AnyQuantization = Literal[
+    "fp8", "int8", "int4", "awq", "gptq", "compressed-tensors", "modelopt", "auto-round", "mxfp4", "gguf"
+]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 
 T = TypeVar("T")
@@ -66,8 +70,8 @@ class SpeculativeConfig:
             reading them would take over 5 % of what the target reads for a row: beyond 4096 tokens, next to
             targets that read little. Costs acceptance if the drafter uses what is further back, saves time
             and K/V pages, and changes no token.
-        quantization: quantization of the drafter's weights, never inherited from the engine's. It changes no
-            token.
+        quantization: quantization of the drafter's weights, never inherited from the engine's; values as
+            there. It changes no token.
         prompt_lookup_max: with "ngram", the longest n-gram that is looked up; by default 4.
         prompt_lookup_min: with "ngram", the shortest n-gram that is looked up; by default 2. Shorter ones
             match more often and are right less often.
@@ -90,7 +94,7 @@ class SpeculativeConfig:
     hf_overrides: Mapping[str, Any] | None = None  # Any: JSON
     input_embedding_scale: float | None = None
     draft_window: int | None = None
-    quantization: Quantization | None = None
+    quantization: AnyQuantization | None = None
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     suffix_drafts: bool = False
@@ -100,7 +104,7 @@ class SpeculativeConfig:
         _is_mapping("speculative_config.hf_overrides", self.hf_overrides, "{block_size: 8}")
         one_of("speculative_config.method", self.method, get_args(DraftMethod))
         one_of("speculative_config.placement", self.placement, get_args(DrafterPlacement))
-        one_of("speculative_config.quantization", self.quantization, (None, *get_args(Quantization)))
+        one_of("speculative_config.quantization", self.quantization, (None, *get_args(AnyQuantization)))
         _positive_integer("speculative_config.num_speculative_tokens", self.num_speculative_tokens)
         _positive_integer("speculative_config.tree_width", self.tree_width)
         _positive_integer("speculative_config.tree_size", self.tree_size)
@@ -279,7 +283,9 @@ class EngineConfig:
             without drafts. "fp8", on GPUs: e4m3 with a scale per row, half of the bytes of bf16. "int8" and
             "int4", on GPUs, and on CPUs in bfloat16: integers with a scale per 32 inputs, 8.25 and 4.5 bits
             per weight; not for checkpoints that are quantized already. Embedding, routers, experts and, but
-            for integers on CPUs (8 bits), the head are not quantized.
+            for integers on CPUs (8 bits), the head are not quantized. The name of a published format (awq,
+            gptq, compressed-tensors, modelopt, fp8, ...) needs a checkpoint that is stored so, and changes
+            nothing: how it is stored is read from the checkpoint.
         kv_cache_dtype: data type of stored K/V, of the drafter's as well: "auto" is `dtype`; "fp8" (or
             "fp8_e4m3") rounds them to e4m3, by the scales of the target's checkpoint if it has any: the same
             memory holds twice the tokens and attention reads half the bytes. Outputs are those of the target
@@ -332,7 +338,7 @@ class EngineConfig:
     dtype: DType = "auto"
     device: DeviceKind = "auto"
     attention_backend: AttentionBackend = "auto"
-    quantization: Quantization | None = None
+    quantization: AnyQuantization | None = None
     kv_cache_dtype: KVCacheDType = "auto"
     batch_invariant: bool = False
     tensor_parallel_size: Annotated[int, Flag("-tp")] = 1
@@ -358,7 +364,7 @@ class EngineConfig:
         one_of("attention_backend", self.attention_backend, get_args(AttentionBackend))
         one_of("scheduling_policy", self.scheduling_policy, get_args(Policy))
         one_of("load_format", self.load_format, get_args(LoadFormat))
-        one_of("quantization", self.quantization, (None, *get_args(Quantization)))
+        one_of("quantization", self.quantization, (None, *get_args(AnyQuantization)))
         one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDType))
         for name in (
             "tensor_parallel_size",
@@ -414,6 +420,11 @@ def from_mapping(cls: type[T], settings: Mapping[str, Any], prefix: str = "") ->
         raise ConfigError(
             f"{prefix or 'engine settings'}: {error}.", param=prefix.rstrip(".") or None
         ) from None
+
+
+def at_load(quantization: AnyQuantization | None) -> Quantization | None:
+    """Return how weights are quantized at load; None if the setting only names the checkpoint's format."""
+    return cast(Quantization, quantization) if quantization in get_args(Quantization) else None
 
 
 def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -384,6 +384,12 @@ VALUES: Mapping[str, Mapping[object, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto", "hf": "auto"},
     "generation_config": {"vllm": "openai"},
+    # Names of vLLM's kernels for a format; "fp8" and "gguf" are the same here.
+    "quantization": {
+        **{"awq_marlin": "awq", "gptq_marlin": "gptq", "auto_round": "auto-round", "inc": "auto-round"},
+        **{"modelopt_fp4": "modelopt", "modelopt_mixed": "modelopt", "fbgemm_fp8": "fp8"},
+        **{"gpt_oss_mxfp4": "mxfp4"},
+    },
     **dict.fromkeys(("method", "spec_method"), _METHODS),
 }
 ANSWERS: Mapping[str, SettingAnswer] = {name: answer for answer in SETTINGS for name in answer.kinds()}

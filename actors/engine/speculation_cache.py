@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from statistics import mean
 
-from ...cluster.config import EngineConfig
+from ...cluster.config import EngineConfig, at_load
 from ...cluster.disk_cache import DiskCache
 from ...cluster.engine.engine_core import EngineCore
 from ...cluster.speculation.acceptance_model import AcceptanceModel
@@ -103,7 +103,7 @@ def _pair(config: EngineConfig, info: ExecutorInfo) -> dict[str, str | int | Non
         "method": None if spec is None else spec.method + (" + suffix" if spec.suffix_drafts else ""),
         "drafts": info.num_speculative_tokens,
         "dtype": info.dtype,
-        "quantization": config.quantization,
+        "quantization": at_load(config.quantization),
         "kv_cache_dtype": config.kv_cache_dtype,
     }
 

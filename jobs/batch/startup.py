@@ -19,6 +19,7 @@ from ...actors.batch.ledger.ledger import Ledger
 from ...actors.batch.ledger.output_parts import OutputForm
 from ...actors.batch.row_index import RowIndex, index_rows
 from ...cluster.batch.row_ranges import RowRanges, count, from_rows, intersection, union
+from ...cluster.config import at_load
 from .engine_pool import EngineJob
 from .messages import EngineSetup
 from .options import BatchOptions
@@ -113,11 +114,12 @@ def sampled(num_rows: int, wanted: int, seed: int) -> RowRanges | None:
 
 def _job_spec(setup: EngineSetup, options: BatchOptions, form: OutputForm, index: RowIndex) -> JobSpec:
     num_rows, layout, spec = index.num_rows, setup.layout, setup.config.speculative_config
+    quantization = at_load(setup.config.quantization)
     return JobSpec(
         made_from={
             **model_identity(setup.config),
             "dtype": setup.config.dtype,
-            **({} if setup.config.quantization is None else {"quantization": setup.config.quantization}),
+            **({} if quantization is None else {"quantization": quantization}),
             "max_model_len": setup.config.max_model_len,
             "sampling": dict(layout.defaults),
             "seed": layout.seed,

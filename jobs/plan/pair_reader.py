@@ -26,7 +26,7 @@ from ...actors.targets.model.model_spec import DeltaNet, LayerSpec, ModelSpec
 from ...actors.targets.model.mtp import MTP_DRAFTS, ChainLayersConfig, MtpConfig
 from ...actors.targets.model.tensor_parallel import Sharding
 from ...actors.targets.model.weights import open_checkpoint
-from ...cluster.config import EngineConfig, Quantization
+from ...cluster.config import EngineConfig, Quantization, at_load
 from ...cluster.errors import ConfigError, DatasetError
 from ...cluster.hardware.kernel_loops import MXFP4_BYTES
 from ...cluster.hardware.layer_shape import ExpertShape, LatentShape, LayerShape
@@ -89,7 +89,9 @@ def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
     kv_itemsize = None if config.kv_cache_dtype == "auto" else 1
     of_drafter = None if drafter is None else _shape_of_drafter(drafter, config)
     pair = ModelPair(
-        target=replace(target_shape(target, quantization=config.quantization), kv_itemsize=kv_itemsize),
+        target=replace(
+            target_shape(target, quantization=at_load(config.quantization)), kv_itemsize=kv_itemsize
+        ),
         drafter=None if of_drafter is None else replace(of_drafter, kv_itemsize=kv_itemsize),
         tied=target.tied_head,
         tp_sizes=tuple(tp for tp in TP_SIZES if all(divides(spec, tp) for spec in sharded)),
@@ -143,10 +145,10 @@ def _shape_of_drafter(
 ) -> ModelShape:
     """Return a drafter's shape; layers for multi-token prediction combine two inputs first."""
     if isinstance(drafter, MtpConfig):
-        shape = target_shape(drafter.model, quantization=config.quantization)
+        shape = target_shape(drafter.model, quantization=at_load(config.quantization))
         return replace(shape, taps=2 * drafter.num_layers, packs_fc=False)
     spec = config.speculative_config
-    quantization = None if spec is None else spec.quantization
+    quantization = None if spec is None else at_load(spec.quantization)
     if isinstance(drafter, AssistantConfig):
         shape = target_shape(drafter.model, quantization=quantization)
         return replace(shape, backbone=drafter.hidden_size, packs_fc=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ....cluster.config import EngineConfig, SpeculativeConfig
+from ....cluster.config import AnyQuantization, EngineConfig, SpeculativeConfig, at_load
 from ....cluster.errors import CheckpointError, ConfigError
 from ....cluster.pages.kv_cache_groups import KVCacheLayout, plan_kv_cache
 from ....cluster.speculation.draft_tree import TreeSizes
@@ -137,6 +137,7 @@ def plan_load(config: EngineConfig) -> LoadPlan:
         )
     elif spec is not None and spec.method == "mtp":
         drafter = read_mtp(config, folder, target)
+    config = without_stored_quantization(config, target, drafter)
     refuse_quantizing_twice(config, target, drafter)
     length, window = find_max_model_len(config, target, drafter), None
     if spec is not None and drafter is not None:
@@ -176,6 +177,37 @@ def _read_assistant(config: EngineConfig, folder: Path, target: ModelSpec) -> As
         open_checkpoint(folder, model)
     ranks, file = config.tensor_parallel_size, str(folder / "config.json")
     return AssistantConfig.of(model, target, ranks, file)
+
+
+def without_stored_quantization(
+    config: EngineConfig, target: ModelSpec, drafter: DraftConfig | None
+) -> EngineConfig:
+    """Return the config without settings that name the format in which a checkpoint is stored.
+
+    Raises ConfigError if a checkpoint is not stored in the format that its setting names.
+    """
+    if _names_its_format("quantization", config.quantization, target):
+        config = replace(config, quantization=None)
+    spec = config.speculative_config
+    if spec is not None and _names_its_format("speculative_config.quantization", spec.quantization, drafter):
+        config = replace(config, speculative_config=replace(spec, quantization=None))
+    return config
+
+
+def _names_its_format(
+    field: str, value: AnyQuantization | None, model: ModelSpec | DraftConfig | None
+) -> bool:
+    stored = None if model is None else model.quantization
+    if value is not None and stored is not None and stored.method.removeprefix("fbgemm_") == value:
+        return True
+    if value is not None and at_load(value) is None:
+        found = "not quantized" if stored is None else f"quantized as {stored}"
+        raise ConfigError(
+            f"{field}={value!r}: the checkpoint is {found}. Leave it out, since the format is read from the "
+            "checkpoint, or name a checkpoint in that format; int8 and int4 quantize at load.",
+            param=field,
+        )
+    return False
 
 
 def refuse_quantizing_twice(config: EngineConfig, target: ModelSpec, drafter: DraftConfig | None) -> None:

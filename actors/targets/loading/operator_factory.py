@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from ....cluster.config import Quantization
+from ....cluster.config import Quantization, at_load
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.checkpoint.quantized_matrix import CODES, ON_GPUS, Code
 from ....drafter.compute.eager.backend import EagerBackend
@@ -29,7 +29,7 @@ _TRITON = ("triton", "flash_attn")  # backends with Triton's kernels
 
 def make_backend(plan: LoadPlan, ranks: Communicator | None = None) -> Backend:
     """Create the target's backend, which may take over PyTorch's threads; `ranks` choose kernels alike."""
-    return _backend(plan, plan.config.quantization, ranks)
+    return _backend(plan, at_load(plan.config.quantization), ranks)
 
 
 def make_drafter_backend(
@@ -47,8 +47,8 @@ def make_drafter_backend(
         from ....drafter.compute.cpu_fused.backend import PackedCpuBackend
 
         assert isinstance(target_backend, PackedCpuBackend), "no other CPU backend keeps codes"
-        return target_backend.quantizing(_integers(spec.quantization))
-    return _backend(plan, spec.quantization, ranks)
+        return target_backend.quantizing(_integers(at_load(spec.quantization)))
+    return _backend(plan, at_load(spec.quantization), ranks)
 
 
 def _integers(quantization: Quantization | None) -> Literal["int8", "int4"] | None:

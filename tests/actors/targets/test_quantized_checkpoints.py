@@ -9,7 +9,8 @@ import torch
 from manta import LLM, SamplingParams
 from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.weight_report import WeightCounts, describe_weights
-from manta.cluster.errors import CheckpointError
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import CheckpointError, ConfigError
 from safetensors.torch import load_file, save_file
 from support.checkpoints.mtp_targets import make_mtp_target
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
@@ -153,3 +154,33 @@ def test_biases_of_zeros_that_config_json_does_not_declare_are_ignored(
     save_file({**tensors, **biases}, file)
     with pytest.raises(CheckpointError, match=r"down_proj\.bias, but config\.json declares none"):
         weights_of(quantized)
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("awq", "awq"),
+        ("awq_marlin", "awq"),
+        ("gptq_marlin", "gptq"),
+        ("compressed-tensors", "ct_w4a16"),
+        ("modelopt", "modelopt_nvfp4"),
+        ("auto-round", "auto_round_gptq"),
+        ("fp8", "fp8_blocks"),
+        ("fp8", "fbgemm_fp8"),
+    ],
+)
+def test_the_name_of_its_own_format_changes_nothing(tmp_path: Path, word: str, name: str) -> None:
+    """As vLLM's command lines have it; also of a drafter."""
+    target, plain = publish(make_tiny_target(tmp_path / "saved", "qwen3"), tmp_path / "target", name)
+    drafter, _ = publish(make_tiny_drafter(tmp_path / "small"), tmp_path / "drafter", name)
+    given = {"model": str(target), "quantization": word, "device": "cpu", **HOW}
+    spec = {"model": str(drafter), "quantization": word}
+    plan = plan_load(EngineConfig.from_dict({**given, "speculative_config": spec}))
+    named = plan.config.speculative_config
+    assert named is not None and (plan.config.quantization, named.quantization) == (None, None)
+    other = "gptq" if name == "awq" else "awq"
+    with pytest.raises(ConfigError, match=f"quantization='{other}': the checkpoint is quantized as "):
+        plan_load(EngineConfig.from_dict({**given, "quantization": other}))
+    if word != "fp8":
+        with pytest.raises(ConfigError, match="the checkpoint is not quantized"):
+            plan_load(EngineConfig.from_dict({**given, "model": str(plain)}))
