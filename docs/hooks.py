@@ -3,7 +3,8 @@
 * The reference: pages that `reference_pages/` makes of the parsers, settings, metrics, routes and
   docstrings.
 * Sources: files outside this folder that pages link to, so that such links work as they do in a clone.
-* Decisions: all of `decisions/` are in the navigation, without being listed by hand.
+* A list of the decisions, at `decisions/`.
+* Search: only pages of the navigation are found; decisions, measurements and sources are reached by links.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import posixpath
 import re
 from pathlib import Path
+from typing import Any
 
 from manta.docs.reference_pages.commands import commands_page
 from manta.docs.reference_pages.http_routes import routes_page
@@ -29,18 +31,20 @@ REFERENCE = {
     "reference/metrics.md": metrics_page,
     "reference/python.md": python_page,
 }
+DECISIONS = "decisions/index.md"
 LINK = re.compile(r"(?<=\]\()(\.\./[^)#\s]+)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    decisions = sorted(path.relative_to(DOCS).as_posix() for path in (DOCS / "decisions").glob("*.md"))
-    config.nav = [*(config.nav or []), {"Decisions": decisions}]
-    return config
+def listed_pages(nav: Any) -> list[str]:
+    """Return the paths of the pages that a navigation lists, in its order."""
+    if isinstance(nav, str):
+        return [nav]
+    return [page for each in (nav.values() if isinstance(nav, dict) else nav) for page in listed_pages(each)]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    pages = {name: page() for name, page in REFERENCE.items()}
+    pages = {name: page() for name, page in REFERENCE.items()} | {DECISIONS: _decisions_page()}
     linked = {source for file in files.documentation_pages() for source in _sources(file)}
     for name, content in (pages | {f"{path}.md": _source_page(path) for path in linked}).items():
         files.append(File.generated(config, name, content=content))
@@ -48,13 +52,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if page.file.src_uri not in listed_pages(config.nav):
+        page.meta["search"] = {"exclude": True}
     here = posixpath.dirname(page.file.src_uri)
 
     def to_page(link: re.Match[str]) -> str:
         source = _source(link[1], here)
         return link[1] if source is None else f"{posixpath.relpath(source, here or '.')}.md"
 
-    return LINK.sub(to_page, markdown)
+    return LINK.sub(to_page, markdown.replace("](decisions/)", f"]({DECISIONS})"))
 
 
 def _sources(file: File) -> set[str]:
@@ -72,8 +78,16 @@ def _source(link: str, here: str) -> str | None:
     return f"source/{outside}" if is_source else None
 
 
+def _decisions_page() -> str:
+    found = sorted(
+        (path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# "), path.name)
+        for path in (DOCS / "decisions").glob("*.md")
+    )
+    return "\n".join(["# Decisions", "", *(f"* [{title}]({name})" for title, name in found), ""])
+
+
 def _source_page(path: str) -> str:
     name = path.removeprefix("source/")
     text = (DOCS.parent / name).read_text(encoding="utf-8")
     language = LANGUAGES.get(Path(name).suffix, "text")
-    return f"---\nsearch:\n  exclude: true\n---\n# `{name}`\n\n~~~~~~ {language}\n{text}\n~~~~~~\n"
+    return f"# `{name}`\n\n~~~~~~ {language}\n{text}\n~~~~~~\n"

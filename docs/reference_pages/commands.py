@@ -1,12 +1,18 @@
-"""Reference page of the commands, from their parsers; shared flags are listed once."""
+"""Reference page of the commands, from their parsers.
+
+Shared flags are listed once; flags of settings are on the page of the settings, with their defaults.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from inspect import cleandoc
 from typing import Any
 
 import typer
+from manta.actors.http.config.settings import ServerSettings
+from manta.cluster.config import EngineConfig
 from manta.jobs.cli import app
 from manta.jobs.common.engine_flags import ENGINE, SAMPLING, SPECULATION
 from typer.main import get_command
@@ -15,10 +21,14 @@ from .markdown import cell, code, table
 
 # Any in this module: typer's commands and parameters, which are click's or its own by its version.
 SHARED = (ENGINE, SPECULATION, SAMPLING)
+_OF_SETTINGS = {field.name for kind in (EngineConfig, ServerSettings) for field in fields(kind)}
 _INTRODUCTION = """# Commands
 
 `manta COMMAND --help` shows the same. Engine settings come from the YAML file of `--config`; flags take
 precedence. Without `--config` and `--model`, `ray_config.yaml` in the working directory is read.
+
+Flags that set [the engine](settings.md#the-engine) (all commands with engine flags) and [the
+server](settings.md#the-server) (`manta serve`) are on the page of the settings.
 """
 
 
@@ -47,6 +57,8 @@ def _section(path: str, command: Any) -> str:
     context: Any = typer.Context(command, info_name=path)
     usage = " ".join([path, *command.collect_usage_pieces(context)])
     own = [each for each in command.params if _panel(each) not in SHARED]
+    if path == "manta serve":
+        own = [each for each in own if each.name not in _OF_SETTINGS]
     shares = [panel for panel in SHARED if any(_panel(each) == panel for each in command.params)]
     also = ", ".join(f"[{panel.lower()}](#{panel.lower()}-flags)" for panel in shares)
     parts = [
@@ -64,7 +76,10 @@ def _shared(found: Sequence[tuple[str, Any]]) -> Iterator[str]:
     for panel in SHARED:
         path, command = max(found, key=lambda each: len(_of_panel(each[1], panel)))
         context = typer.Context(command, info_name=path)
-        yield f"## {panel} flags\n\n{_table(_of_panel(command, panel), context)}"
+        kept = _of_panel(command, panel)
+        if panel == ENGINE:
+            kept = [each for each in kept if each.name not in _OF_SETTINGS]
+        yield f"## {panel} flags\n\n{_table(kept, context)}"
 
 
 def _table(parameters: Sequence[Any], context: Any) -> str:
