@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from ....cluster.errors import ConfigError
 from ....cluster.flag import Flag
@@ -105,6 +106,13 @@ def parse_numbers(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
 
 
+# Settings of speculation that an evaluation determines.
+_OWN_SETTINGS = {
+    "model": "the drafter is the argument of the command",
+    "adaptive": "acceptance is measured with whole blocks, the speed with adaptive draft lengths",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
     """Options of `manta drafter eval`.
@@ -119,6 +127,8 @@ class EvalOptions:
         num_prompts: number of prompts, taken evenly from the suite; by default all, of quick 40.
         rounds: rounds over all prompts in which the speed is measured.
         max_tokens: maximum tokens of an answer.
+        speculative_config: JSON: more settings of speculation, such as '{"tree_width": 3}' or
+            '{"num_speculative_tokens": 5}'.
         output: folder for card.json, card.md and card.svg.
     """
 
@@ -132,11 +142,18 @@ class EvalOptions:
     num_prompts: Annotated[int | None, Flag(least=1)] = None
     rounds: int = 3
     max_tokens: int = 128
+    speculative_config: Annotated[Mapping[str, Any], Flag("-sc")] = field(default_factory=dict)  # Any: JSON
     output: Annotated[Path | None, Flag("-o")] = None
 
     def __post_init__(self) -> None:
         check_least(self, 1, "rounds", "max_tokens", "concurrency")
         check_least(self, 0, "temperatures")
+        for name, why in _OWN_SETTINGS.items():
+            if name in self.speculative_config:
+                raise ConfigError(
+                    f"speculative_config.{name} is not a setting of an evaluation: {why}. Remove it.",
+                    param=f"speculative_config.{name}",
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from ....actors.checkpoints.checkpoint_paths import shipped
 from ....actors.engine.uniproc_executor import make_executor
@@ -80,14 +81,15 @@ class Acceptance:
         }
 
 
-def engine_of(drafter: str, target: str) -> EngineConfig:
-    return EngineConfig.from_dict(
-        {"model": target, "speculative_config": {"model": drafter, "method": method_of(drafter)}}
-    )
+def engine_of(drafter: str, target: str, settings: Mapping[str, Any] | None = None) -> EngineConfig:
+    """Return the config of a pair, with more settings of its `speculative_config`."""
+    speculation = {"model": drafter, "method": method_of(drafter), **(settings or {})}
+    return EngineConfig.from_dict({"model": target, "speculative_config": speculation})
 
 
 def run_eval(options: EvalOptions) -> Figures:
-    suite, config = open_suite(options.suite, options.num_prompts), engine_of(options.drafter, options.target)
+    suite = open_suite(options.suite, options.num_prompts)
+    config = engine_of(options.drafter, options.target, options.speculative_config)
     config = replace(config, enable_prefix_caching=False, max_num_seqs=max(options.concurrency))
     kinds, count = suite_requests(config, suite, options.temperatures, options.max_tokens), len(suite.rows)
     drafts, acceptance = measure_suite(config, kinds, count)
@@ -107,7 +109,7 @@ def run_eval(options: EvalOptions) -> Figures:
         "provenance": provenance(),
         "engine": asdict(config),
         "options": {**options_json(options), "prompts": str(suite.path), "num_prompts": count},
-        "suite": {"name": suite.name, "prompts": count, "num_speculative_tokens": drafts},
+        "suite": {"name": suite.name, "prompts": count, **drafts},
         "acceptance": acceptance,
         "points": speed,
     }
@@ -122,8 +124,8 @@ def suite_requests(
 
 def measure_suite(
     config: EngineConfig, kinds: Mapping[float, RequestSource], count: int
-) -> tuple[int, list[Figures]]:
-    """Return the number of drafts of a whole block, and acceptance by temperature as JSON for a card."""
+) -> tuple[Figures, list[Figures]]:
+    """Return the size of whole blocks or trees, and acceptance by temperature, both as JSON for a card."""
     with open_full_length(config) as full_length:
         acceptance = [
             {
@@ -132,7 +134,11 @@ def measure_suite(
             }
             for t, source in kinds.items()
         ]
-        return full_length.info.num_speculative_tokens, acceptance
+        info = full_length.info
+        sizes = (info.num_speculative_tokens, info.tree_width, info.tree_size)
+        return dict(
+            zip(("num_speculative_tokens", "tree_width", "tree_size"), sizes, strict=True)
+        ), acceptance
 
 
 @contextmanager

@@ -35,17 +35,19 @@ _CARD = """\
 # {drafter}, evaluated
 
 Drafts for `{target}`; suite `{suite}`, {prompts} prompts, at most {max_tokens} new tokens each. Measured on
-{machine}, {date}, by `manta drafter eval`.
+{machine}, {date}, by `manta drafter eval`{settings}.
 
 ## Acceptance
 
-Every step drafts whole blocks of {drafts} tokens; answers stop at an end-of-sequence token. *Length* is the
-mean acceptance length: tokens of a verified block, including the bonus token. *Fresh* is the same up to an
-answer's first repetition of {repeated_tokens} tokens, because repetition is easy to draft; *repeat* is the
+Every step drafts and verifies whole {drafts}; answers stop at an end-of-sequence token. *Length* is
+the mean acceptance length: tokens of a step with drafts, including the bonus token. *Fresh* is the same up to
+an answer's first repetition of {repeated_tokens} tokens, because repetition is easy to draft; *repeat* is the
 share of answers with one. Intervals are 95 % confidence intervals with prompts as sampling units (steps of
 one answer are correlated): linearized ratio of sums, Student's t.
 
 {acceptance}
+
+{by_draft}
 
 {picture}{positions}
 
@@ -56,6 +58,9 @@ in one run; a turn of both is the sampling unit of the interval.
 
 {speed}
 """
+
+_BY_DRAFT = "By draft: share of the steps with a draft at this position in which it is accepted."
+_BY_DEPTH = "By draft: share of the steps in which a path of at least this many drafts is accepted."
 
 
 def write_card(figures: Figures, folder: Path) -> None:
@@ -96,13 +101,12 @@ def print_evaluation(figures: Figures) -> None:
         found, temperature = at["categories"], f"temperature {at['temperature']:g}"
         lengths = [[name, str(each["prompts"]), *_length_cells(each)] for name, each in found.items()]
         columns = ["category", "prompts", "tok/step", *_LENGTH_COLUMNS]
-        print_table(f"Tokens per step with whole blocks, {temperature}", columns, lengths)
+        print_table(f"Tokens per step with {_drafts(figures)}, {temperature}", columns, lengths)
         shares = {
             name: [f"{share['value']:.2f}" for share in each["by_position"][:_SHOWN]]
             for name, each in found.items()
         }
-        title = f"Acceptance of whole blocks by draft, {temperature}"
-        print_table(title, *_by_draft("category", shares))
+        print_table(f"Acceptance by draft, {temperature}", *_by_draft("category", shares))
     print_table("Speed", _SPEED_COLUMNS, _speed_rows(figures))
     print_warning([point["idleness"] for point in figures["points"]])
 
@@ -154,7 +158,9 @@ def _card(figures: Figures, *, has_picture: bool) -> str:
         target=_name(engine["model"]),
         suite=figures["suite"]["name"],
         prompts=figures["suite"]["prompts"],
-        drafts=figures["suite"]["num_speculative_tokens"],
+        drafts=_drafts(figures),
+        settings=_settings(figures),
+        by_draft=_BY_DEPTH if _has_trees(figures) else _BY_DRAFT,
         max_tokens=figures["options"]["max_tokens"],
         repeated_tokens=REPEATED_TOKENS,
         machine=machine,
@@ -169,6 +175,7 @@ def _card(figures: Figures, *, has_picture: bool) -> str:
 def _metadata(figures: Figures) -> ModelCardData:
     """Return the hub's metadata; `base_model` is left out for a local folder, which the hub cannot link."""
     target, suite = figures["engine"]["model"], figures["suite"]["name"]
+    what = "tokens per step of trees" if _has_trees(figures) else "tokens per step"
 
     def result(kind: str, name: str, value: float) -> EvalResult:
         return EvalResult("text-generation", suite, suite, kind, round(value, 4), metric_name=name)
@@ -176,7 +183,7 @@ def _metadata(figures: Figures) -> ModelCardData:
     results = [
         result(
             "mean_acceptance_length",
-            f"tokens per step, {name}, temperature {at['temperature']:g}",
+            f"{what}, {name}, temperature {at['temperature']:g}",
             found["tokens_per_step"]["value"],
         )
         for at in figures["acceptance"]
@@ -193,10 +200,29 @@ def _metadata(figures: Figures) -> ModelCardData:
     return ModelCardData(
         base_model=None if Path(target).exists() else target,
         library_name="manta",
-        tags=["dflash", "speculative-decoding"],
+        tags=[figures["engine"]["speculative_config"]["method"], "speculative-decoding"],
         model_name=_name(_drafter(figures)),
         eval_results=results,
     )
+
+
+def _has_trees(figures: Figures) -> bool:
+    return figures["suite"]["tree_width"] > 1
+
+
+def _drafts(figures: Figures) -> str:
+    size = figures["suite"]
+    if not _has_trees(figures):
+        return f"chains of {size['num_speculative_tokens']} drafts"
+    return (
+        f"trees of {size['tree_size']} drafts (depth {size['num_speculative_tokens']}, width "
+        f"{size['tree_width']})"
+    )
+
+
+def _settings(figures: Figures) -> str:
+    given = figures["options"]["speculative_config"]
+    return f" with `--speculative-config '{json.dumps(given)}'`" if given else ""
 
 
 def _acceptance_table(figures: Figures) -> str:

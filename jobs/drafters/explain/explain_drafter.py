@@ -26,7 +26,7 @@ from ....actors.tokenization.generation_config import GenerationDefaults
 from ....actors.tokenization.prompts import Chat
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.config import EngineConfig, SpeculativeConfig
-from ....cluster.errors import DatasetError
+from ....cluster.errors import ConfigError, DatasetError
 from ....cluster.records.acceptance_slices import (
     BlockGroup,
     Survival,
@@ -120,6 +120,12 @@ def _card_of(files: DrafterFiles[AnyConfig], given: Path | None, num_drafts: int
     path = given or files.folder / CARD_FILE
     if given is not None or path.is_file():
         figures = read_card(path)
+        if settings := figures["options"].get("speculative_config"):
+            raise ConfigError(
+                f"card={str(path)!r} was measured with speculative_config {settings}, and traffic is run "
+                "without it. Give a card that was made without --speculative-config.",
+                param="card",
+            )
         at = min(figures["acceptance"], key=lambda each: each["temperature"])
         curves = {
             name: tuple(accumulate((share["value"] for share in found["by_position"]), min))

@@ -51,7 +51,8 @@ def check_card(
 ) -> Iterator[Incompatibility]:
     """Yield the figures in which acceptance is below the card's."""
     figures = read_card(card)
-    config = replace(engine_of(drafter, target), device=device)
+    settings = figures["options"].get("speculative_config")
+    config = replace(engine_of(drafter, target, settings), device=device)
     yield from compare_acceptance(figures["acceptance"], remeasure(config, figures))
 
 

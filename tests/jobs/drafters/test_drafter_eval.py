@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,25 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard, ModelCardData
+from manta.actors.engine.outputs import TracedStep
 from manta.actors.llm import LLM
+from manta.actors.tokenization.prompts import encode_prompt
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError
 from manta.cluster.records.confidence_intervals import ratio_of_sums, student_t
 from manta.cluster.request.request import SamplingParams
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor
-from manta.cluster.speculation.acceptance_length import mean_acceptance_length
 from manta.cluster.step.executor import ExecutorInfo
 from manta.drafter.card import min_card_length
+from manta.jobs.bench.common.request_source import RequestSource
 from manta.jobs.bench.sweep import engines as sides
 from manta.jobs.bench.sweep.load_records import AnswerRecord, DraftBlock
 from manta.jobs.cli import app
-from manta.jobs.drafters.common.options import EvalOptions
+from manta.jobs.drafters.common.options import EvalOptions, ExplainOptions
 from manta.jobs.drafters.evaluate import evaluate_drafter as evaluate
 from manta.jobs.drafters.evaluate.evaluate_drafter import acceptance_of, blocks_before_repetition, open_suite
 from manta.jobs.drafters.evaluate.evaluation_card import read_card, write_card
+from manta.jobs.drafters.explain.explain_drafter import explain_drafter
 from manta.jobs.drafters.validate.card_check import check_card, compare_acceptance
 from support.checkpoints.text_pair import VOCAB
 from typer.testing import CliRunner
@@ -88,7 +91,11 @@ SURVIVAL = (0.85, 0.6, 0.45, 0.3, 0.2)
 
 
 def executor(config: EngineConfig) -> SimulatedExecutor:
-    drafts = SURVIVAL if config.speculative_config is not None else ()
+    spec = config.speculative_config
+    drafts = () if spec is None else SURVIVAL
+    tree: dict[str, Any] = {}
+    if spec is not None and spec.tree_width > 1:
+        tree = {"tree_width": spec.tree_width, "tree_size": spec.tree_size}
     info = ExecutorInfo(
         num_pages=(512,),
         page_size=16,
@@ -98,6 +105,7 @@ def executor(config: EngineConfig) -> SimulatedExecutor:
         num_speculative_tokens=len(drafts),
         dtype="float32",
         device="cpu",
+        **tree,
     )
     return SimulatedExecutor(info, drafts, LinearCost(verify_floor_s=4e-3, draft_floor_s=1e-3))
 
@@ -219,28 +227,82 @@ def test_acceptance_below_the_cards_causes_a_warning(pair: tuple[Path, Path], ca
     assert list(compare_acceptance(said, better)) == [], "more is no fault"
 
 
-@pytest.mark.slow
-def test_acceptance_of_a_real_pair_equals_the_engines_counts(
-    pair: tuple[Path, Path], suite: Path, tmp_path: Path
+def test_a_card_says_that_trees_were_measured(
+    pair: tuple[Path, Path], suite: Path, card: Path, tmp_path: Path
 ) -> None:
-    target, drafter = pair
-    words = ["--suite", suite, "-o", tmp_path, "--concurrency", "4", "--rounds", 1, "--max-tokens", 16]
-    code, said = run("eval", drafter, "--target", target, *words, "--temperature", 0)
+    tree = {"tree_width": 3, "tree_size": 12}
+    words = ["--suite", suite, "-o", tmp_path, "--concurrency", 3, "--rounds", 1, "--max-tokens", 96]
+    with simulated_engines():
+        given = ["--temperature", 0, "-sc", json.dumps(tree)]
+        code, said = run("eval", pair[1], "--target", pair[0], *words, *given)
+    assert code == 0 and "trees of 12 drafts (depth 5, width 3)" in said, said
+    figures, chains = read_card(tmp_path / "card.json"), read_card(card / "card.json")
+    assert figures["suite"] == chains["suite"] | tree and figures["options"]["speculative_config"] == tree
+    write_card(chains, tmp_path / "chains")
+    assert chains["suite"]["tree_width"] == 1
+    assert "chains of 5 drafts" in (tmp_path / "chains" / "card.md").read_text()
+    text = (tmp_path / "card.md").read_text()
+    assert json.dumps(tree) in text and "trees of 12 drafts" in text and "tokens per step of trees" in text
+    trees = figures["acceptance"][0]["categories"]["overall"]
+    assert len(trees["by_position"]) == 5, "by depth, not by node"
+    assert trees["tokens_per_step"]["low"] > 1 + sum(SURVIVAL), "alternatives are accepted, too"
+    with simulated_engines():
+        assert list(check_card(str(pair[1]), str(pair[0]), tmp_path / "card.json", device="cpu")) == []
+    with pytest.raises(ConfigError, match="--speculative-config"):
+        explain_drafter(
+            ExplainOptions(drafter=str(pair[1]), target=str(pair[0]), data=suite, card=tmp_path / "card.json")
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"tree_width": 3, "tree_size": 31}, {"num_speculative_tokens": 4}])
+def test_acceptance_of_a_real_pair_is_that_of_the_engines_steps(
+    shipped_pair: tuple[Path, Path], settings: dict[str, int], tmp_path: Path
+) -> None:
+    target, drafter = map(str, shipped_pair)
+    words = ["--num-prompts", 10, "-o", tmp_path, "--concurrency", 1, "--rounds", 1, "--max-tokens", 60]
+    code, said = run("eval", drafter, "-m", target, *words, "-t", 0, "-sc", json.dumps(settings))
     assert code == 0 and "overall" in said, said
     figures = read_card(tmp_path / "card.json")
-    prompts = [row.prompt for row in open_suite(str(suite)).rows]
-    with LLM(str(target), speculative_config={"model": str(drafter), "adaptive": False}) as llm:
-        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16), use_tqdm=False)
-        stats = llm.stats()
-    of = {"overall": outputs, "x": outputs[::2], "y": outputs[1::2]}
+    spec = {"model": drafter, "adaptive": False, **settings}
+    source = RequestSource(open_suite("quick", 10).rows, 60, 0.0)
+    rows = [
+        source[i] for i in range(10)
+    ]  # in this order, as trees depend on what was learned from earlier ones
+    with LLM(target, speculative_config=spec, max_num_seqs=1) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=60)
+        prompts = [encode_prompt(row.prompt, llm.tokenizer) for row in rows]
+        outputs = llm.generate(prompts, params, use_tqdm=False, trace=True)
     for name, reported in figures["acceptance"][0]["categories"].items():
-        costs = [output.metrics for output in of[name]]
-        steps, accepted = sum(c.num_steps for c in costs), sum(c.num_accepted_tokens for c in costs)
-        length = reported["tokens_per_step"]["value"]
-        assert reported["blocks"] == steps
-        assert length == pytest.approx(mean_acceptance_length(steps, accepted), abs=1e-4)
+        steps, fresh_steps = list[TracedStep](), list[TracedStep]()
+        for row, output in zip(rows, outputs, strict=True):
+            if name not in ("overall", row.category):
+                continue
+            assert output.metrics.trace is not None
+            answer, num_before = output.outputs[0].token_ids, 0
+            for step in output.metrics.trace:
+                steps.append(step)
+                if not starts_to_repeat(answer, num_before):
+                    fresh_steps.append(step)
+                num_before += step.num_tokens
+        assert reported["blocks"] == sum(step.num_drafted > 0 for step in steps)
+        assert reported["tokens_per_step"]["value"] == tokens_per_step(steps)
+        assert reported["tokens_per_step_before_repetition"]["value"] == tokens_per_step(fresh_steps)
     assert figures["points"][0]["identical"]
-    assert figures["suite"]["num_speculative_tokens"] == len(stats.accepted_per_pos)
+    overall = figures["acceptance"][0]["categories"]["overall"]
+    assert len(overall["by_position"]) == figures["suite"]["num_speculative_tokens"]
+    assert overall["tokens_per_step"]["value"] > 2 and overall["repeating_prompts"] > 0
+
+
+def starts_to_repeat(answer: Sequence[int], place: int) -> bool:
+    """Whether four tokens that begin at this place, or before it, occurred before."""
+    grams = [tuple(answer[i : i + 4]) for i in range(len(answer) - 3)][: place + 1]
+    return len(set(grams)) < len(grams)
+
+
+def tokens_per_step(steps: Sequence[TracedStep]) -> float:
+    tokens = [step.num_tokens for step in steps if step.num_drafted]
+    return round(sum(tokens) / len(tokens), 4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -266,6 +328,9 @@ def test_wrong_arguments_are_named(
     for wrong in (tmp_path / "none.json", suite):
         with pytest.raises(ConfigError, match="card"):
             read_card(wrong)
+    for name, value in (("adaptive", False), ("model", "other")):
+        assert name in raised(*words, suite, "-sc", json.dumps({name: value}))
+    assert "tree_width" in raised(*words, suite, "-sc", '{"tree_width": 0}')
     with pytest.raises(ConfigError, match="rounds"):
         EvalOptions(drafter="d", target="t", rounds=0)
 
