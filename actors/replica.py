@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Scope
 from ..cluster.config import EngineConfig
 from ..cluster.errors import EngineDeadError
 from ..cluster.fleet.autoscaling import ReplicaStatsMeter
-from ..cluster.fleet.placement import DeploymentDemand, Topology
+from ..cluster.fleet.placement import REPLICA_CPUS, DeploymentDemand, Topology
 from .gateway.deployment import GATEWAY, Gateway, listen_host
 from .gateway.replica_registry import DirectoryClient, ReplicaRecord, state_of
 from .gateway.replica_set import ServedModel
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 lifecycle_logger = logging.getLogger("manta.life")
 
 DEPLOYMENT = "manta"
-REPLICA_CPUS = 1.0
 MAX_CONNECTIONS = 8192  # limit of HAProxy (haproxy/connections.py)
 RESERVED_REQUESTS = 16  # besides those of an engine: model lists, files, tokenization
 QUEUED_BATCHES = 5  # that may wait for a full engine if it has no limit of its own

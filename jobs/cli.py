@@ -272,6 +272,33 @@ def render(
         str | None,
         typer.Option("--image", show_default=False, help="Container image; default: manta:VERSION."),
     ] = None,
+    cpus: Annotated[
+        float | None,
+        typer.Option(
+            "--cpus",
+            min=0.5,
+            show_default=False,
+            help="For kuberay-*: cores of a pod with engines; default: 8 for each GPU, or 8.",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            show_default=False,
+            help="For kuberay-*: RAM of a pod with engines; default: 64Gi for each GPU, or 32Gi.",
+        ),
+    ] = None,
+    model_cache: Annotated[
+        str | None,
+        typer.Option(
+            "--model-cache",
+            metavar="CLAIM",
+            show_default=False,
+            help="For kuberay-*: PersistentVolumeClaim that keeps downloads from the hub for all pods.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", show_default=False, help="Output file; default: standard output."),
@@ -279,11 +306,13 @@ def render(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Make the files that deploy a ray_config.yaml to KubeRay, ray up, a container or systemd."""
-    from .render.documents import render_document
+    from .render.documents import PodOptions, render_document
 
     if output is not None:
         check_new_file(output, force=force)
-    text = render_document(kind, config, gpus_per_node, image, batch_flags or [])
+    text = render_document(
+        kind, config, gpus_per_node, image, batch_flags or [], PodOptions(cpus, memory, model_cache)
+    )
     if output is None:
         typer.echo(text, nl=False)
     else:

@@ -24,6 +24,7 @@ Bundle = dict[str, float]
 # CPUs that a worker reserves in Ray, however many threads it runs, so that a target, a drafter and a replica
 # fit a two-core machine. `num_threads` sets threads, not Ray.
 CPUS_PER_CPU_WORKER = 0.5
+REPLICA_CPUS = 1.0  # of the replica itself: tokenization, scheduling, HTTP
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Topology:
     def worker_bundles(self) -> list[Bundle]:
         return [self.worker_resources for _ in range(self.num_workers)]
 
-    def replica_bundles(self, replica_cpus: float = 1.0) -> list[Bundle]:
+    def replica_bundles(self, replica_cpus: float = REPLICA_CPUS) -> list[Bundle]:
         """Return the bundles with the Serve replica added to the first one, where Serve puts it."""
         first, *others = self.worker_bundles()
         first["CPU"] = first.get("CPU", 0.0) + replica_cpus

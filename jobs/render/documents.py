@@ -8,6 +8,7 @@ is Ray's, with Manta's requirements at the versions that are installed here.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -26,7 +27,7 @@ from ...actors.http.config.settings_mapping import split_models
 from ...actors.http.middleware.api_keys import refuse_written_keys
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, PlacementError
-from ...cluster.fleet.placement import Topology, total
+from ...cluster.fleet.placement import Bundle, Topology, format_resources, total
 from ...version import DISTRIBUTION, __version__
 from ..common.config_file import check_serve_config, read_yaml
 from ..common.engine_flags import ENGINE_OPTIONS
@@ -50,10 +51,37 @@ DEPLOYMENT = "manta"  # equal to that of `actors/replica.py`, which imports Ray
 NODE_GPUS = 8
 PORT = 8000
 Json = Mapping[str, Any]  # Any: YAML values
+_MEMORY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGT]i?)?")  # a quantity of Kubernetes
+
+
+@dataclass(frozen=True, slots=True)
+class PodOptions:
+    """Resources of a Kubernetes pod with engines; those that are None are derived.
+
+    Attributes:
+        cpus: CPU cores; 8 for each GPU, or 8.
+        memory: RAM, as `64Gi`; 64Gi for each GPU, or 32Gi.
+        model_cache: PersistentVolumeClaim that keeps the hub's downloads; None downloads them in each pod.
+    """
+
+    cpus: float | None = None
+    memory: str | None = None
+    model_cache: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory is not None and not _MEMORY.fullmatch(self.memory):
+            raise ConfigError(
+                f"memory={self.memory!r} must be a quantity of Kubernetes, as 64Gi.", param="memory"
+            )
 
 
 def render_document(
-    kind: str, config: Path, gpus_per_node: int | None, image: str | None, batch_flags: Sequence[str]
+    kind: str,
+    config: Path,
+    gpus_per_node: int | None,
+    image: str | None,
+    batch_flags: Sequence[str],
+    pod: PodOptions = PodOptions(),
 ) -> str:
     """Return the text of a file; raises ConfigError or PlacementError for an invalid config."""
     if bool(batch_flags) != (kind == "kuberay-job"):
@@ -64,6 +92,14 @@ def render_document(
         )
     deployment = read_deployment(config, gpus_per_node)
     gpus, serves = deployment.node_gpus, kind == "kuberay-service"
+    if pod != PodOptions() and not kind.startswith("kuberay-"):
+        raise ConfigError(
+            f"--cpus, --memory and --model-cache are not for {kind}: only for kuberay-service "
+            "and kuberay-job.",
+            param="kind",
+        )
+    if pod.cpus is not None:
+        deployment.check_cpus(pod.cpus)
     command = [str(Path(sys.executable).parent / "manta"), "serve", "--config", str(deployment.file)]
     command += ["--host", deployment.host, "--port", str(deployment.port)]
     environment = Environment(
@@ -79,6 +115,9 @@ def render_document(
         file=str(deployment.file),
         model=deployment.engines[0].config.model,
         gpus=gpus,
+        cpus=f"{pod.cpus or 8 * max(gpus, 1):g}",
+        memory=pod.memory or f"{64 * gpus if gpus else 32}Gi",
+        model_cache=pod.model_cache,
         least_nodes=deployment.least_nodes,
         most_nodes=deployment.most_nodes,
         image=image or own_image(),
@@ -145,10 +184,14 @@ def _pinned(requirement: Requirement) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The engines of one model: GPUs of each (0: CPUs), and `extra_gpus` per node for a shared drafter."""
+    """The engines of one model: what Ray reserves for each (`bundle`), of that its GPUs (0: it runs on CPUs).
+
+    `extra_gpus` are those of a drafter that all engines of a node share.
+    """
 
     args: Json
     config: EngineConfig
+    bundle: Bundle
     gpus: int
     extra_gpus: int
     least: int
@@ -176,6 +219,18 @@ class Deployment:
     @property
     def host(self) -> str:
         return str((self.serve.get("http_options") or {}).get("host", "127.0.0.1"))
+
+    def check_cpus(self, cpus: float) -> None:
+        """Raise PlacementError if a pod with so many cores holds fewer engines than its GPUs do."""
+        for each in self.engines:
+            engines = self.node_gpus // each.gpus if each.gpus else 1
+            needs = math.ceil(engines * each.bundle["CPU"])
+            if math.ceil(cpus) < needs:  # KubeRay rounds up
+                raise PlacementError(
+                    f"--cpus {cpus:g}: Ray reserves {format_resources(each.bundle)} for each engine of "
+                    f"{each.config.model}, and {engines} in a pod. Set --cpus to at least {needs}.",
+                    param="cpus",
+                )
 
     def with_service(self) -> dict[str, Any]:
         """Return the config for use behind a service: a proxy on every node, listening on all interfaces."""
@@ -239,9 +294,10 @@ def _engines(application: Json) -> list[Engines]:
         topology = Topology.of(config, {"GPU": float(NODE_GPUS)})
         minimum, maximum = _replicas(overrides, parse_replicas(server.replicas))
         own = {**{key: value for key, value in args.items() if key != "models"}, **entry}
-        gpus = round(total(topology.worker_bundles()).get("GPU", 0.0))
+        bundle = total(topology.replica_bundles())
+        gpus = round(bundle.get("GPU", 0.0))
         extra_gpus = int(topology.shared_drafter) if gpus else 0
-        found.append(Engines(own, config, gpus, extra_gpus, minimum, maximum))
+        found.append(Engines(own, config, bundle, gpus, extra_gpus, minimum, maximum))
     return found
 
 

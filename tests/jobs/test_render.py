@@ -19,7 +19,7 @@ import yaml
 from manta.actors.http.config.settings_mapping import split_settings
 from manta.cluster.errors import ConfigError, PlacementError
 from manta.jobs.cli import app
-from manta.jobs.render.documents import ENVIRONMENT, render_document
+from manta.jobs.render.documents import ENVIRONMENT, PodOptions, render_document
 from manta.version import DISTRIBUTION, __version__
 from support.paths import TESTS
 
@@ -150,6 +150,37 @@ def test_several_models_are_counted_together(tmp_path: Path) -> None:
     assert workers(rendered("kuberay-service", file, 4))["minReplicas"] == 2
 
 
+def test_pods_have_the_resources_keys_and_cache_that_are_named(tmp_path: Path) -> None:
+    file = config(tmp_path, device="cpu", replicas=2)
+    pod = PodOptions(cpus=2, memory="8Gi", model_cache="models")
+    document = yaml.safe_load(render_document("kuberay-service", file, None, None, [], pod))
+    check(document, "rayservice")
+    cluster = document["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], workers(document)):
+        spec = group["template"]["spec"]
+        (container,) = spec["containers"]
+        variables = {each["name"]: each for each in container["env"]}
+        key = {"name": "manta-api-keys", "key": "keys", "optional": True}
+        assert variables["MANTA_API_KEY"]["valueFrom"] == {"secretKeyRef": key}
+        (mount,), (volume,) = container["volumeMounts"], spec["volumes"]
+        assert variables["HF_HOME"]["value"] == mount["mountPath"] and mount["name"] == volume["name"]
+        assert volume["persistentVolumeClaim"] == {"claimName": "models"}
+    (container,) = workers(document)["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"cpu": "2", "memory": "8Gi"}
+
+
+def test_pods_that_are_too_small_or_misspelled_are_refused(tmp_path: Path) -> None:
+    file = config(tmp_path, device="cpu")
+    with pytest.raises(PlacementError, match=r"1\.5 CPU for each engine.* at least 2"):
+        render_document("kuberay-service", file, None, None, [], PodOptions(cpus=1))
+    with pytest.raises(PlacementError, match=r"4 in a pod.* at least 4"):
+        render_document("kuberay-service", config(tmp_path, replicas=4), None, None, [], PodOptions(cpus=2))
+    with pytest.raises(ConfigError, match=r"memory='8 GB'.* as 64Gi"):
+        PodOptions(memory="8 GB")
+    with pytest.raises(ConfigError, match="not for systemd"):
+        render_document("systemd", file, None, None, [], PodOptions(cpus=2))
+
+
 def test_configs_that_no_node_can_hold_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlacementError, match="needs 8 GPUs on one node, which has 4"):
         rendered("kuberay-service", config(tmp_path, tensor_parallel_size=8), 4)
@@ -210,8 +241,10 @@ def test_the_image_has_the_versions_installed_here(tmp_path: Path) -> None:
     text = render_document("dockerfile", config(tmp_path), None, None, [])
     pins = dict(re.findall(r"^    '([\w-]+)(?:\[[\w,]+])?==([\w.]+)'", text, re.M))
     needed = {
-        re.match(r"[\w.-]+", r)[0] for r in metadata.requires(DISTRIBUTION) or () if "extra ==" not in r
-    }  # type: ignore[index]
+        re.split(r"[^\w.-]", each)[0]
+        for each in metadata.requires(DISTRIBUTION) or ()
+        if "extra ==" not in each
+    }
     assert pins.keys() >= needed and "triton" in pins
     assert pins["ray"] == metadata.version("ray") and text.startswith("#")
     assert (
