@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -75,6 +75,21 @@ class OutputLayout:
     @classmethod
     def of(cls, layer_ids: Sequence[int], width: int, vocab_size: int) -> OutputLayout:
         return cls(tuple(layer_ids), width, min(NUM_LIKELIEST, vocab_size))
+
+    @classmethod
+    def read(cls, header: Sequence[int]) -> OutputLayout:
+        num_likeliest, width, *layer_ids = header
+        return cls(tuple(layer_ids), width, num_likeliest)
+
+    def has(self, other: OutputLayout) -> bool:
+        """Return whether all of another layout is stored in this one."""
+        same = (self.width, self.num_likeliest) == (other.width, other.num_likeliest)
+        return same and set(self.layer_ids) >= set(other.layer_ids)
+
+    def columns(self, layer_ids: Sequence[int]) -> np.ndarray:
+        """Return the columns of these layers' taps."""
+        starts = np.array([self.layer_ids.index(layer_id) for layer_id in layer_ids]) * self.width
+        return (starts[:, None] + np.arange(self.width)).ravel()
 
     @property
     def num_features(self) -> int:
@@ -149,32 +164,36 @@ class OutputShardWriter:
 
 
 class TargetOutputs:
-    """Reads the complete shards of these folders that have this layout."""
+    """Reads the complete shards of these folders that have this layout, or one with more taps."""
 
     def __init__(self, layout: OutputLayout, folders: Iterable[Path]) -> None:
         self._layout = layout
-        self._found: dict[int, SequenceOutputs] = {}
+        self._found: dict[int, tuple[SequenceOutputs, np.ndarray | None]] = {}  # None: all columns of taps
         for folder in folders:
             for path in sorted(folder.glob("*" + _SUFFIX)):
                 self._open(path)
 
     def _open(self, path: Path) -> None:
         with np.load(path / _INDEX) as index:
-            layout, sequences = index["layout"].tolist(), index["sequences"].tolist()
-        if layout != self._layout.header or not sequences:  # an empty file cannot be mapped
+            stored, sequences = OutputLayout.read(index["layout"].tolist()), index["sequences"].tolist()
+        if not stored.has(self._layout) or not sequences:  # an empty file cannot be mapped
             return
+        columns = None if stored == self._layout else stored.columns(self._layout.layer_ids)
         taps, likeliest_ids, log_probs = (np.load(path / f"{part}.npy", mmap_mode="r") for part in _DTYPES)
         tap, answer = 0, 0
         for key, n, f in sequences:
             taps_of, answers_of = slice(tap, tap + n - 1), slice(answer, answer + n - f)
-            self._found[key] = SequenceOutputs(
-                taps[taps_of], likeliest_ids[answers_of], log_probs[answers_of]
-            )
+            outputs = SequenceOutputs(taps[taps_of], likeliest_ids[answers_of], log_probs[answers_of])
+            self._found[key] = outputs, columns
             tap, answer = taps_of.stop, answers_of.stop
 
     def __len__(self) -> int:
         return len(self._found)
 
-    def of(self, ids: Sequence[int] | np.ndarray, first: int) -> SequenceOutputs | None:
-        """Return what is stored for a sequence whose answer starts at `first`, if anything is."""
-        return self._found.get(sequence_key(ids, first))
+    def has(self, ids: Sequence[int] | np.ndarray, first: int) -> bool:
+        return sequence_key(ids, first) in self._found
+
+    def of(self, ids: Sequence[int] | np.ndarray, first: int) -> SequenceOutputs:
+        """Return what is stored for a sequence whose answer starts at `first`; KeyError if nothing is."""
+        outputs, columns = self._found[sequence_key(ids, first)]
+        return outputs if columns is None else replace(outputs, taps=outputs.taps[:, columns])

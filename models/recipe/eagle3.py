@@ -40,7 +40,7 @@ from ...jobs.training.heads.stored_outputs import BatchOutputs
 from ...jobs.training.heads.trainables import Trainable, output_layout, read_target
 from ...jobs.training.loop.continuations import ContinuationRequest, Continuations, PaddedBatch
 from ...jobs.training.loop.training_loop import Length, Schedule, Step
-from ...jobs.training.train_drafter import ANSWERS, HELD_OUT, train
+from ...jobs.training.train_drafter import ANSWERS, DATA, HELD_OUT, OUTPUTS, train
 
 
 @dataclass(frozen=True)
@@ -283,26 +283,33 @@ def make_head(
 
 def main(
     target: Annotated[str, typer.Option("-m", "--target", help="Folder or hub id of the target.")],
-    data: Annotated[list[str], typer.Option("--data", help="As of manta drafter train; may be repeated.")],
     output_dir: Annotated[Path, typer.Option("-o", "--output", help="Folder of the run, with drafter/.")],
+    data: Annotated[
+        list[str] | None, typer.Option("--data", help="As of manta drafter train; may be repeated.")
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(help="A run of manta drafter train: learn from its sequences and stored outputs."),
+    ] = None,
     hours: Annotated[float, typer.Option("--hours", help="Time for training.")] = 1.0,
 ) -> None:
     """Train an EAGLE-3 head for a frozen target."""
-    options = TrainOptions(target=target, folder=output_dir, data=tuple(data))
+    if bool(data) == (run is not None):
+        raise typer.BadParameter("Give --data or --run.")
     settings = EagleSettings()
-    layout = output_layout(read_target(target)[0], settings.num_taps)
-    learned = prepare_data(options, layout, print)
-    held_out = Continuations.load(output_dir / HELD_OUT)
-    length = Length(seconds=hours * 3600)
+    if data:
+        options = TrainOptions(target=target, folder=output_dir, data=tuple(data))
+        prepare_data(options, output_layout(read_target(target)[0], settings.num_taps), print)
+    source = run or output_dir
     trained = train(
         target,
-        learned,
-        held_out,
+        Continuations.load(source / DATA),
+        Continuations.load(source / HELD_OUT),
         output_dir,
-        length,
+        Length(seconds=hours * 3600),
         settings=settings,
         make=make_head,
-        recorded=[output_dir / ANSWERS],
+        recorded=[source / ANSWERS, source / OUTPUTS],
     )
     print(f"{trained.held_out_after['tokens_per_step']:.2f} tokens per step, held out; {trained.drafter}")
 

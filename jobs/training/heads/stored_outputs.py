@@ -115,7 +115,7 @@ class StoredOutputs:
 
     def indices(self, data: Continuations) -> np.ndarray:
         """Return which sequences are stored."""
-        found = [i for i, (ids, first) in enumerate(_sequences(data)) if self._outputs.of(ids, first)]
+        found = [i for i, (ids, first) in enumerate(_sequences(data)) if self._outputs.has(ids, first)]
         return np.array(found, dtype=np.int64)
 
     def read(self, batch: PaddedBatch) -> BatchOutputs:
@@ -125,7 +125,6 @@ class StoredOutputs:
         found: list[SequenceOutputs] = []
         for row, (ids, f) in enumerate(zip(sequences, first, strict=True)):
             outputs = self._outputs.of(ids, f)
-            assert outputs is not None, "the outputs of all training data are stored"
             features_BTF[row, : len(outputs.taps)] = outputs.taps
             found.append(outputs)
         rows_B = batch.length - batch.first
@@ -189,7 +188,7 @@ def _missing(data: Continuations, known: TargetOutputs) -> Continuations:
     missing = {
         sequence_key(ids, first): i
         for i, (ids, first) in enumerate(_sequences(data))
-        if known.of(ids, first) is None
+        if not known.has(ids, first)
     }
     return data.take([*missing.values()])
 

@@ -51,9 +51,7 @@ def test_all_sequences_are_read_back_as_written(
     stored = TargetOutputs(LAYOUT, [folder])
     assert len(stored) == len(all_sequences)
     for ids, first in all_sequences:
-        found = stored.of(ids, first)
-        assert found is not None
-        for read, written in zip(found.arrays, outputs_of((ids, first)).arrays, strict=True):
+        for read, written in zip(stored.of(ids, first).arrays, outputs_of((ids, first)).arrays, strict=True):
             assert read.dtype == written.dtype and (read == written).all()
 
 
@@ -66,7 +64,7 @@ def test_a_kill_loses_no_more_than_the_current_shard(tmp_path: Path) -> None:
     killed = OutputShardWriter(tmp_path, "000001", LAYOUT).__enter__()  # a kill leaves this as it is
     killed.add(*found[3], outputs_of(found[3]))
     stored = TargetOutputs(LAYOUT, [tmp_path])
-    assert [stored.of(*each) is not None for each in found] == [True] * 3 + [False] * 3
+    assert [stored.has(*each) for each in found] == [True] * 3 + [False] * 3
     write(tmp_path, "000001", found[3:])
     write(tmp_path, "000001", found[3:])  # as by a run that was killed before it knew
     assert len(TargetOutputs(LAYOUT, [tmp_path])) == 6
@@ -77,9 +75,28 @@ def test_another_start_of_the_answer_or_other_taps_are_not_what_was_stored(tmp_p
     ((ids, first),) = found = sequences([(3, 4)])
     write(tmp_path, "000000", found)
     stored = TargetOutputs(LAYOUT, [tmp_path])
-    assert stored.of(ids, first) is not None
-    assert stored.of(ids, first + 1) is None and stored.of([*ids, 9], first) is None
-    assert not len(TargetOutputs(OutputLayout.of((1, 2), 4, 5), [tmp_path]))
+    assert stored.has(ids, first)
+    assert not stored.has(ids, first + 1) and not stored.has([*ids, 9], first)
+    for other in (
+        OutputLayout.of((1, 2), 4, 5),
+        OutputLayout.of((1, 3), 2, 5),
+        OutputLayout.of((1, 3), 4, 4),
+    ):
+        assert not len(TargetOutputs(other, [tmp_path]))
+
+
+@pytest.mark.parametrize("layer_ids", [(1,), (3,), (3, 1)])
+def test_some_of_the_stored_taps_are_read_in_any_order(layer_ids: tuple[int, ...], tmp_path: Path) -> None:
+    """So that one pass over the target serves drafters with different taps."""
+    ((ids, first),) = found = sequences([(3, 4)])
+    write(tmp_path, "000000", found)
+    read, written = (
+        TargetOutputs(OutputLayout.of(layer_ids, 4, 5), [tmp_path]).of(ids, first),
+        outputs_of(found[0]),
+    )
+    by_layer = dict(zip(LAYOUT.layer_ids, np.split(written.taps, 2, axis=1), strict=True))
+    assert (read.taps == np.concatenate([by_layer[layer_id] for layer_id in layer_ids], axis=1)).all()
+    assert (read.likeliest_ids == written.likeliest_ids).all()
 
 
 def test_the_size_told_beforehand_bounds_the_size_on_disk(tmp_path: Path) -> None:

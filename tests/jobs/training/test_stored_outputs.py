@@ -58,10 +58,10 @@ def store(
 
 def all_rows(data: Continuations, folder: Path) -> list[np.ndarray]:
     found = TargetOutputs(LAYOUT, [folder])
-    outputs = (
-        found.of(data.ids[data.bounds[i] : data.bounds[i + 1]], int(data.first[i])) for i in range(len(data))
+    sequences = (
+        (data.ids[data.bounds[i] : data.bounds[i + 1]], int(data.first[i])) for i in range(len(data))
     )
-    return [part for each in outputs if each is not None for part in each.arrays]
+    return [part for each in sequences if found.has(*each) for part in found.of(*each).arrays]
 
 
 def test_stored_outputs_are_those_of_transformers(target: FrozenTarget, tmp_path: Path) -> None:
