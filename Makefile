@@ -132,7 +132,7 @@ bench: install  ## compare speculation on with off; writes docs/benchmarks/
 	$(BIN)/manta bench --output docs/benchmarks/shipped-pair-cpu.json --plot docs/benchmarks/speedup.svg
 
 .PHONY: simulate-gpt-oss
-simulate-gpt-oss: install  ## simulate gpt-oss-120b on eight B300 with each method; see docs/simulation.md
+simulate-gpt-oss: install  ## simulate gpt-oss-120b on eight B300 with each method; see docs/benchmarks/simulation.md
 	$(BIN)/manta simulate node -m docs/benchmarks/gpt-oss-120b/target --drafter docs/benchmarks/gpt-oss-120b/drafter \
 	  --method plain --method eagle3-3 --method dflash-9 --method dflash --max-model-len 16k \
 	  --acceptance 4.91 --eagle3-acceptance 3.62 --eagle3-drafts 9 \
@@ -140,7 +140,7 @@ simulate-gpt-oss: install  ## simulate gpt-oss-120b on eight B300 with each meth
 
 QWEN := docs/benchmarks/qwen3-8b
 .PHONY: simulate-trees
-simulate-trees: install  ## simulate draft trees and chains on an H200 and a B300; see docs/simulation.md
+simulate-trees: install  ## simulate draft trees and chains on an H200 and a B300; see docs/benchmarks/simulation.md
 	for gpu in h200 b300; do \
 	  $(BIN)/manta simulate node -m $(QWEN)/target --drafter $(QWEN)/drafter --gpu $$gpu --gpus 1 --tp 1 \
 	    --method plain --method dflash --method dflash-tree --acceptance 4.9 \

@@ -18,7 +18,7 @@ from manta.docs.reference_pages.commands import commands_page
 from manta.docs.reference_pages.http_routes import routes_page
 from manta.docs.reference_pages.metrics import metrics_page
 from manta.docs.reference_pages.python_api import python_page
-from manta.docs.reference_pages.settings import settings_page
+from manta.docs.reference_pages.settings import settings_page, vllm_page
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -27,6 +27,7 @@ DOCS = Path(__file__).resolve().parent
 REFERENCE = {
     "reference/commands.md": commands_page,
     "reference/settings.md": settings_page,
+    "reference/vllm.md": vllm_page,
     "reference/routes.md": routes_page,
     "reference/metrics.md": metrics_page,
     "reference/python.md": python_page,

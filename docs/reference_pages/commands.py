@@ -55,7 +55,6 @@ def server_flags() -> dict[str, list[str]]:
 
 def _section(path: str, command: Any) -> str:
     context: Any = typer.Context(command, info_name=path)
-    usage = " ".join([path, *command.collect_usage_pieces(context)])
     own = [each for each in command.params if _panel(each) not in SHARED]
     if path == "manta serve":
         own = [each for each in own if each.name not in _OF_SETTINGS]
@@ -64,7 +63,6 @@ def _section(path: str, command: Any) -> str:
     parts = [
         f"## `{path}`",
         cleandoc(command.help or ""),
-        f"```text\n{usage}\n```",
         _table(own, context),
         f"Also the flags of: {also}." if also else "",
     ]

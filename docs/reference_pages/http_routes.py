@@ -40,6 +40,11 @@ _BODIES = {
         *(BatchRequest, TokenizeRequest, DetokenizeRequest),
     )
 }
+_FIELDS = ("field", "type", "default", "meaning")
+_SHARED = """## Fields of bodies
+
+`CompletionRequest` and `ChatRequest` have these fields, and their own ones below:
+"""
 _STATUSES = """## Statuses
 
 Errors have OpenAI's shape: `{"error": {message, type, param, code}}`.
@@ -49,10 +54,21 @@ Errors have OpenAI's shape: `{"error": {message, type, param, code}}`.
 def routes_page() -> str:
     document = openapi()
     schemas = document["components"]["schemas"]
-    bodies = (f"### `{name}`\n\n{_fields(name, schemas[name])}" for name in _BODIES)
+    rows = {name: list(_fields(name, schemas[name])) for name in _BODIES}
+    shared = [row for row in rows["ChatRequest"] if row in rows["CompletionRequest"]]
+    own = {name: [row for row in found if row not in shared] for name, found in rows.items()}
+    bodies = (f"### `{name}`\n\n{table(_FIELDS, found)}" for name, found in own.items())
     statuses = table(("status", "meaning"), [(str(status), cell(text)) for status, text in MEANINGS.items()])
     routes = table(("route", "body", "what it does"), list(_routes(document)))
-    parts = (_INTRODUCTION, "## Routes\n", routes, "## Fields of bodies\n", *bodies, _STATUSES, statuses)
+    parts = (
+        _INTRODUCTION,
+        "## Routes\n",
+        routes,
+        f"{_SHARED}\n{table(_FIELDS, shared)}",
+        *bodies,
+        _STATUSES,
+        statuses,
+    )
     return "\n".join(parts)
 
 
@@ -82,20 +98,13 @@ def _routes(document: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield code(f"{method.upper()} {path}"), link, cell(operation.get("description", ""))
 
 
-def _fields(name: str, schema: Mapping[str, Any]) -> str:
-    """Return a table of fields in the schema's order; sampling parameters have their class's descriptions."""
+def _fields(name: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield rows in the schema's order; sampling parameters have their class's descriptions."""
     said = _meanings(name)
     required = schema.get("required", ())
-    rows = (
-        (
-            code(field),
-            cell(_kind(facts)),
-            "required" if field in required else _default(facts),
-            cell(facts.get("description") or said.get(field, "")),
-        )
-        for field, facts in schema["properties"].items()
-    )
-    return table(("field", "type", "default", "meaning"), rows)
+    for field, facts in schema["properties"].items():
+        default = "required" if field in required else _default(facts)
+        yield code(field), cell(_kind(facts)), default, cell(facts.get("description") or said.get(field, ""))
 
 
 def _meanings(name: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from textwrap import dedent
 
+from manta.actors.http.protocol.protocol import GenerationRequest
 from manta.jobs.common.engine_flags import described
 
 from .markdown import cell, code, summary, table
@@ -23,6 +24,7 @@ PUBLIC = {
     "manta.data.MantaEngineProcessorConfig": "jobs/batch/processor.py",
     "manta.data.build_processor": "jobs/batch/processor.py",
 }
+_OF_HTTP = """These have the meanings of [HTTP's fields](routes.md#fields-of-bodies): """
 _INTRODUCTION = """# Python API
 
 `manta.LLM` decodes in this process, without Ray or HTTP; `manta.data` is a stage of a
@@ -54,7 +56,8 @@ def _entry(name: str, path: Path) -> str:
     parts = [f"## `{name}`", summary(text)]
     if "__init__" in methods:
         parts += [_signature(own, methods["__init__"], source), _said(described(text, "Args:"))]
-    parts += [_fields(found, described(text, "Attributes:"))]
+    shared = set(GenerationRequest.model_fields) if own == "SamplingParams" else set[str]()
+    parts += [_fields(found, described(text, "Attributes:"), shared)]
     public = (each for each in methods.values() if not each.name.startswith("_"))
     parts += [
         _function(f"### `{own}.{each.name}`", each.name, each, source)
@@ -78,19 +81,20 @@ def _signature(name: str, node: ast.FunctionDef, source: str) -> str:
     return f"```python\n{shown}\n```"
 
 
-def _fields(node: ast.ClassDef, said: dict[str, str]) -> str:
-    """Return a table of a dataclass's public fields."""
-    rows = [
-        (
-            code(each.target.id),
-            code(ast.unparse(each.annotation)),
-            code(ast.unparse(each.value)) if each.value else "",
-            cell(said.get(each.target.id, "")),
-        )
-        for each in node.body
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and each.target.id[0] != "_"
-    ]
-    return table(("field", "type", "default", "meaning"), rows) if rows else ""
+def _fields(node: ast.ClassDef, said: dict[str, str], shared: set[str]) -> str:
+    """Return a dataclass's public fields: the `shared` ones as a list, the others as a table."""
+    rows: list[tuple[str, str, str, str]] = []
+    names: list[str] = []
+    for each in node.body:
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and each.target.id[0] != "_":
+            name, kind = each.target.id, ast.unparse(each.annotation)
+            default = ast.unparse(each.value) if each.value else ""
+            if name in shared:
+                names.append(code(f"{name} = {default}"))
+            else:
+                rows.append((code(name), code(kind), code(default), cell(said.get(name, ""))))
+    listed = f"{_OF_HTTP}{', '.join(names)}.\n\n" if names else ""
+    return listed + (table(("field", "type", "default", "meaning"), rows) if rows else "")
 
 
 def _said(arguments: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Reference page of the settings: all fields with flag, type, default and description."""
+"""Reference pages of the settings: all fields with flag, type, default and description; and vLLM's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INTRODUCTION = """# Settings
 Keys of `args:` in a [Serve config](../how-to/serve.md), arguments of `manta.LLM(...)` and flags of commands
 have the same names and meanings. An unknown key is an error that suggests the nearest known one.
 """
-_OF_VLLM = """## vLLM's settings
+_OF_VLLM = """# vLLM's settings
 
 Settings with another name here, or none. A value that changes nothing (`pipeline_parallel_size: 1`) is
 accepted silently; one without effect is logged; an unsupported one is rejected."""
@@ -36,7 +36,17 @@ _SECTIONS: tuple[tuple[str, type, str], ...] = (
 def settings_page() -> str:
     flags = server_flags()
     sections = (_section(title, kind, prefix, flags) for title, kind, prefix in _SECTIONS)
-    return "\n".join([_INTRODUCTION, *sections, _vllm_section()])
+    return "\n".join([_INTRODUCTION, *sections])
+
+
+def vllm_page() -> str:
+    renamed = {**RENAMED, **{f"speculative_config.{name}": to for name, to in RENAMED_SPECULATION.items()}}
+    rows = [(code(name), cell(f"is {code(own)} here")) for name, (own, _) in renamed.items()]
+    for prefix, answers in (("", SETTINGS), ("speculative_config.", SPECULATION)):
+        for answer in answers:
+            names = ", ".join(code(prefix + name) for name in answer.kinds())
+            rows.append((names, cell(answer.message)))
+    return f"{_OF_VLLM}\n\n{table(('settings of vLLM', 'here'), rows)}"
 
 
 def _section(title: str, settings: type, prefix: str, flags: dict[str, list[str]]) -> str:
@@ -53,16 +63,6 @@ def _section(title: str, settings: type, prefix: str, flags: dict[str, list[str]
     ]
     head = ("setting", "flag", "type", "default", "effect and cost")
     return f"## {title}\n\n{summary(settings.__doc__)}\n\n{table(head, rows)}"
-
-
-def _vllm_section() -> str:
-    renamed = {**RENAMED, **{f"speculative_config.{name}": to for name, to in RENAMED_SPECULATION.items()}}
-    rows = [(code(name), cell(f"is {code(own)} here")) for name, (own, _) in renamed.items()]
-    for prefix, answers in (("", SETTINGS), ("speculative_config.", SPECULATION)):
-        for answer in answers:
-            names = ", ".join(code(prefix + name) for name in answer.kinds())
-            rows.append((names, cell(answer.message)))
-    return f"{_OF_VLLM}\n\n{table(('settings of vLLM', 'here'), rows)}"
 
 
 def _default(field: Field[Any]) -> str:

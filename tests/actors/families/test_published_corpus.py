@@ -31,6 +31,7 @@ from support.oracles.quantized_checkpoints import Encoder, awq, fp8, gptq, mxfp4
 from support.published.corpus import (
     CORPUS,
     ENTRIES,
+    PAGE,
     config_of,
     plan_of,
     settings,
@@ -38,7 +39,6 @@ from support.published.corpus import (
     with_table,
     write,
 )
-from support.published.published import GUIDE
 
 # Sizes that groups of 128 inputs divide.
 _SIZES = {
@@ -182,5 +182,5 @@ def test_the_corpus_is_large_and_every_fact_has_a_source() -> None:
 
 
 def test_the_guides_table_lists_each_config() -> None:
-    text = GUIDE.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     assert with_table(text) == text, "write it anew: python -m support.published.corpus, in tests/"

@@ -3,7 +3,7 @@
 `data/published_corpus.json` holds keys and values of config.json, tokenizer_config.json and ModelOpt's
 hf_quant_config.json with the source of each. An entry is written as the changes to another one that it is
 `like`, which is of the corpus or of published_configs.json. Long lists and texts (templates) are left out.
-`python -m support.published.corpus`, run in tests/, writes the table of docs/families.md that is compared by
+`python -m support.published.corpus`, run in tests/, writes the table of docs/benchmarks/published-files.md that is compared by
 test_published_corpus.py.
 """
 
@@ -23,9 +23,10 @@ from manta.actors.targets.loading.load_plan import LoadPlan, plan_load
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError
 
-from support.paths import DATA
-from support.published.published import CONFIGS, GUIDE, replace_between
+from support.paths import DATA, ROOT
+from support.published.published import CONFIGS, replace_between
 
+PAGE = ROOT / "docs" / "benchmarks" / "published-files.md"
 CORPUS = json.loads((DATA / "published_corpus.json").read_text(encoding="utf-8"))
 ENTRIES: dict[str, dict[str, Any]] = {**CORPUS["targets"], **CORPUS["drafters"]}
 
@@ -155,7 +156,7 @@ def table() -> Iterator[str]:
             reported = f"drafts for {entry['target']}"
         else:
             file = FAMILIES[planned.target.architecture].__module__.rpartition(".")[2]
-            reported = f"served: [{file}.py](../actors/targets/families/{file}.py)"
+            reported = f"served: [{file}.py](../../actors/targets/families/{file}.py)"
             if planned.target.quantization is not None:
                 reported += f", {planned.target.quantization}"
         yield f"| {name} | `{kind}` | {reported} |"
@@ -177,5 +178,5 @@ def with_table(text: str) -> str:
 
 
 if __name__ == "__main__":
-    GUIDE.write_text(with_table(GUIDE.read_text(encoding="utf-8")), encoding="utf-8")
-    sys.stdout.write(f"written: {GUIDE}\n")
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.stdout.write(f"written: {PAGE}\n")
