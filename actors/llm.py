@@ -27,7 +27,7 @@ from .engine.uniproc_executor import make_executor
 from .http.protocol.chat_completion import ChatTemplateOptions, Messages, conversation, unused_fields
 from .http.wire.request_model import unknown_fields
 from .structured_outputs.grammar_frontend import GrammarFrontend
-from .system.wait_messages import counting_on_terminal
+from .system.wait_messages import counting, say
 from .tokenization.client_messages import Message, without_surrogates
 from .tokenization.prompts import Chat, EncodedPrompt, Prompt, SeedSource, encode_prompt, load_tokenizer
 from .tokenization.special_tokens import map_texts
@@ -59,7 +59,11 @@ class LLM:
         self.config = EngineConfig.from_dict(
             {"model": str(model), "speculative_config": speculative_config, **settings}
         )
-        with counting_on_terminal("loading the models"):
+        with counting("loading the models", say, begin=False):
+            from .targets.loading.backend_selection import COMPILES, compiles_loops  # imports torch
+
+            if compiles_loops(self.config):
+                logger.warning("%s", COMPILES)
             self.tokenizer: Tokenizer | None = load_tokenizer(self.config)
             self._executor = make_executor(self.config)
         self._engine = EngineCore(self.config, self._executor)

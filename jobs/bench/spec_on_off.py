@@ -19,7 +19,6 @@ from ...cluster.errors import ConfigError
 from ..common.plots import GRAY, TEAL, can_plot, new_figure, save_figure
 from ..common.tables import decimals, print_table
 from .common.engine_passes import (
-    LINE_S,
     MODES,
     EnginePass,
     Figures,
@@ -69,7 +68,7 @@ def _measure(
             (mode, llm.info.dtype): EnginePass(llm, prompts, options.max_tokens, options.temperature)
             for (mode, _), llm in engines.items()
         }
-        with counting(f"{requests} request(s), trying each dtype", say, every_s=LINE_S):
+        with counting(f"{requests} request(s), trying each dtype", say):
             trial = _trial(runs)
         fastest = dict(sorted(trial, key=trial.__getitem__))  # mode -> dtype; the last one counts
         chosen = {mode: fastest[mode] for mode in MODES}
@@ -79,7 +78,7 @@ def _measure(
         with watch.open():
             sides = {mode: runs[mode, dtype] for mode, dtype in chosen.items()}
             rounds = run_rounds(sides, turns, options.rounds, f"{requests} request(s)")
-        with counting(f"{requests} request(s), comparing the tokens", say, every_s=LINE_S):
+        with counting(f"{requests} request(s), comparing the tokens", say):
             answers = {
                 key: rounds[key[0]][0] if key in chosen.items() else run() for key, run in runs.items()
             }

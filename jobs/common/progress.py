@@ -8,15 +8,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Self, TypeVar
 
-from ...actors.system.wait_messages import Report, say
+from ...actors.system.wait_messages import Report, StderrReport, say
 
 Result = TypeVar("Result")
 
-FIRST_S, INTERVAL_S = 2.0, 4.0
+FIRST_S, INTERVAL_S = 2.0, 10.0
+TERMINAL_S = 1.0
 
 
 class TimeLeft:
-    """Reports progress and remaining time every few seconds, like a tqdm bar; a share without `unit`."""
+    """Reports progress and remaining time, on a terminal in one line; a share without `unit`."""
 
     def __init__(
         self,
@@ -28,6 +29,7 @@ class TimeLeft:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._what, self._total, self._unit = what, total, unit
+        self._terminal = report if isinstance(report, StderrReport) and report.is_terminal else None
         self._report, self._clock = report, clock
         self._done = 0.0
         self._begin_s = clock()
@@ -38,8 +40,9 @@ class TimeLeft:
         self._done = min(self._done + count, self._total)
         now_s = self._clock()
         if now_s >= self._next_s:
-            self._next_s = now_s + INTERVAL_S
-            self._report(self._line(now_s - self._begin_s))
+            self._next_s = now_s + (INTERVAL_S if self._terminal is None else TERMINAL_S)
+            show = self._report if self._terminal is None else self._terminal.rewrite
+            show(self._line(now_s - self._begin_s))
 
     def _line(self, spent_s: float) -> str:
         share = f"{100 * self._done / self._total:.0f} %"
@@ -53,7 +56,9 @@ class TimeLeft:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        if self._terminal is not None:
+            self._terminal.erase()
 
 
 def format_duration(seconds: float) -> str:

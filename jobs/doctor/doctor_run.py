@@ -81,7 +81,7 @@ def print_report(report: Report) -> None:
 
 
 def _examine(check: Check, wait: Wait) -> Finding:
-    wait.set_stage(f"{check.group}: {check.name}")
+    wait.what = f"{check.group}: {check.name}"
     return examine(check)
 
 

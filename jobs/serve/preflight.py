@@ -114,6 +114,7 @@ def find_checkpoints(config: EngineConfig) -> None:
 
 def describe_models(config: EngineConfig, settings: ServerSettings) -> Iterator[str]:
     """Validate a model and yield lines about it before it is loaded."""
+    from ...actors.targets.loading.backend_selection import COMPILES, compiles_loops
     from ...actors.targets.loading.load_plan import plan_load
 
     plan = plan_load(config)
@@ -139,7 +140,8 @@ def describe_models(config: EngineConfig, settings: ServerSettings) -> Iterator[
     seconds = START_S.get(kind, START_S["cuda"]) + size / BYTES_PER_S
     dtype = str(plan.dtype).removeprefix("torch.")
     where = kind if config.tensor_parallel_size == 1 else f"{config.tensor_parallel_size} x {kind}"
-    yield f"on {where} in {dtype}; loading takes about {round(seconds, -1) or 10:.0f} s"
+    loading = f"loading takes about {round(seconds, -1) or 10:.0f} s"
+    yield f"on {where} in {dtype}; {COMPILES if compiles_loops(config) else loading}"
 
 
 def example_request(url: str, config: EngineConfig, settings: ServerSettings) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import logging
 import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from ...actors.http.config.settings import ServerSettings
 from ...actors.http.config.settings_mapping import split_models
 from ...actors.http.middleware.api_keys import metrics_key, with_keys
-from ...actors.system.wait_messages import REPORT_INTERVAL_S, Report, Wait, counting
+from ...actors.system.wait_messages import Report, StderrReport, Wait, counting
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, MantaError, PlacementError, brief_name
 from ..common.http_client import ServerClient, await_ready, num_requests
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 STATUS_POLL_S = 1.0
+RESOURCES_POLL_S = 2.0
 ANSWER_TIMEOUT_S = 5.0
 PROXY_RETRY_S = 5.0
 RAY_POLL_S = 0.5  # of Ray's processes
@@ -105,7 +105,7 @@ class Server:
         """Refuse new requests. Running ones have `shutdown_timeout`, and then get an error event."""
         from ray import serve
 
-        began_s = reported_s = time.monotonic()
+        began_s = time.monotonic()
         allowed_s = self._settings.shutdown_timeout
         running = num_requests(self.url, metrics_key(self._settings))
         self._report(
@@ -116,11 +116,9 @@ class Server:
             self._environment.haproxy.refuse_requests()
         serve.delete(self._name, _blocking=False)
         deadline_s = began_s + allowed_s + DRAIN_MARGIN_S
-        while self._name in serve.status().applications and time.monotonic() < deadline_s:
-            if time.monotonic() - reported_s >= REPORT_INTERVAL_S:
-                reported_s = time.monotonic()
-                self._report(f"draining ({reported_s - began_s:.0f} s)")
-            time.sleep(POLL_S)
+        with counting("draining", self._report, begin=False):
+            while self._name in serve.status().applications and time.monotonic() < deadline_s:
+                time.sleep(POLL_S)
         if time.monotonic() - began_s >= allowed_s:
             self._await_proxy_retries()
         self._deployed = False
@@ -186,7 +184,7 @@ def start_server(
 
     `args` are as under `args:` in ray_config.yaml, with keys. `signals` are reinstalled after Ray's handlers.
     """
-    report = report or _to_stderr
+    report = report or StderrReport("manta: ")
     models = [(config, with_keys(settings)) for config, settings in split_models(args)]
     config, settings = models[0]
     existing, environment, forks = ray_address(), None, None
@@ -345,9 +343,10 @@ def _await_running(
                 )
             if proxies.done():
                 _check_proxies(proxies)
-            if now_s - looked_s >= REPORT_INTERVAL_S:
+            if now_s - looked_s >= RESOURCES_POLL_S:
                 looked_s = now_s
-                wait.what = _loading_state(options, now_s - begin_s)
+                if (what := _loading_state(options, now_s - begin_s)) != wait.what:
+                    wait.set_stage(what)
             time.sleep(POLL_S)
 
 
@@ -389,7 +388,3 @@ def _cause(application: Any) -> str:  # Any: Serve's status object.
 def _last_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return brief_name(lines[-1] if lines else type(error).__name__).rstrip(".")
-
-
-def _to_stderr(line: str) -> None:
-    print(f"manta: {line}", file=sys.stderr, flush=True)

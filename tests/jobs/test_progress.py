@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from contextlib import nullcontext
+import time
 from io import StringIO
 
 import pytest
-from manta.actors.system.wait_messages import Wait, counting_on_terminal
+from manta.actors.system.wait_messages import StderrReport, counting, say
 from manta.jobs.common.progress import TimeLeft
 from manta.jobs.simulate.node_run import NodeOptions, run_node
 from support.paths import ROOT
@@ -20,13 +20,13 @@ PAIR = ROOT / "docs" / "benchmarks" / "qwen3-8b"
 def test_progress_lines_are_printed_every_few_seconds_also_while_waiting() -> None:
     now_s, lines = [0.0], list[str]()
     with TimeLeft("answers", 40, "requests", report=lines.append, clock=lambda: now_s[0]) as progress:
-        for second, done in enumerate([0, 0, 0, 4, 0, 0, 6, 0, 0, 0, 10, 90]):
+        for second, done in [(0, 0), (2, 0), (9, 4), (12, 6), (20, 5), (22, 5), (30, 90)]:
             now_s[0] = float(second)
             progress.update(done)
     assert lines == [
         "answers: 0 of 40 requests (2 s)",
-        "answers: 10 of 40 requests (25 %), about 18 s left",
-        "answers: 20 of 40 requests (50 %), about 10 s left",
+        "answers: 10 of 40 requests (25 %), about 36 s left",
+        "answers: 20 of 40 requests (50 %), about 22 s left",
     ]
 
 
@@ -44,32 +44,57 @@ def test_a_simulated_node_reports_progress_over_all_points(
 
 
 class Terminal(StringIO):
+    """Keeps what is written; `is_rewritten` is set by the second line of progress."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.is_written = threading.Event()
+        self.is_rewritten = threading.Event()
 
     def isatty(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
         written = super().write(text)
-        if "\n" in text:
-            self.is_written.set()
+        if " s)" in text:
+            self.is_rewritten.set()
         return written
 
 
-def test_a_waiting_time_is_shown_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def shown(text: str) -> list[str]:
+    """Return what a terminal shows in the end: a line that is erased or written over is gone."""
+    lines = [line.rpartition("\x1b[K")[2].rpartition("\r")[2] for line in text.split("\n")]
+    return [line for line in lines if line]
+
+
+def test_a_terminal_has_one_line_of_progress_and_keeps_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with counting_on_terminal("loading", every_s=0.01):
-        assert terminal.is_written.wait(240)
-    assert re.match(r"loading \(\d+ s\)\n", terminal.getvalue())
-    monkeypatch.setattr(sys, "stderr", StringIO())
-    assert isinstance(counting_on_terminal("loading"), nullcontext)
+    report = StderrReport("manta: ")
+    with counting("loading", report, every_s=0.01) as wait:
+        assert terminal.is_rewritten.wait(240)
+        wait.set_stage("warming up")
+        report("the model has 3 layers")
+    report("ready")
+    said = terminal.getvalue()
+    assert re.search(r"\r\x1b\[Kmanta: loading \(\d+ s\)\r", said) and "warming up" in said
+    assert shown(said) == ["manta: the model has 3 layers", "manta: ready"]
 
 
-def test_the_next_wait_is_counted_from_its_start() -> None:
-    lines = list[str]()
-    wait = Wait("first", lines.append)
-    wait.set_stage("second")
-    assert lines == ["second"] and wait.what == "second"
+def test_a_log_has_one_line_for_each_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    with counting("first", say, every_s=0.001) as wait, counting("unsaid", say, begin=False, every_s=0.001):
+        time.sleep(0.05)
+        wait.set_stage("second")
+    assert log.getvalue() == "first\nsecond\n"
+
+
+def test_counts_are_rewritten_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, now_s = Terminal(), [0.0]
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with TimeLeft("answers", 4, "requests", clock=lambda: now_s[0]) as progress:
+        for second in range(4):
+            now_s[0] = float(second)
+            progress.update()
+    assert "answers: 3 of 4 requests (75 %), about 1 s left" in terminal.getvalue()
+    assert shown(terminal.getvalue()) == []

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_WITH_E4M3 = (8, 9)
 INTEGERS = ("int8", "int4")
+COMPILES = "this first start compiles loops for this CPU, which takes minutes; later starts find them on disk"
 BackendName = Literal["torch", "compiled", "triton", "flash_attn"]
 
 
@@ -198,6 +199,18 @@ def take_cpu(
 def can_pack(machine: DeviceCapabilities) -> bool:
     """Return whether CPU backends can compute with packed weights."""
     return machine.device.type == "cpu" and _why_not_integers("torch", machine) is None
+
+
+def compiles_loops(config: EngineConfig) -> bool:
+    """Return whether this start compiles the CPU's loops, which later starts find on disk."""
+    if config.device == "cuda" or torch.cuda.is_available():
+        return False
+    try:
+        from ....drafter.step.cpu_numba.step_ops import gumbel_argmax
+    except ModuleNotFoundError:  # Numba is not installed
+        return False
+    stored = getattr(gumbel_argmax.noisy_argmax_margin._cache, "_cache_file", None)
+    return stored is None or not stored._load_index()  # None: no folder is writable
 
 
 def instructions_of_passes() -> str | None:

@@ -38,7 +38,6 @@ from .provenance import options_json, provenance
 MODES = ("on", "off")
 Figures = dict[str, Any]  # Any: JSON
 Prompt = tuple[str, list[int]]  # id, token ids
-LINE_S = 4.0  # interval of progress lines
 SLICE_S = 0.5  # duration for the slowest side
 # Minimum number of full batches in a turn: at its end the batch is not full, which must not dominate.
 MIN_GROUPS = 2
@@ -271,7 +270,7 @@ def run_rounds(
     passes: dict[str, list[_Pass]] = {name: [] for name in sides}
     for number in range(rounds):
         done: dict[str, list[_Pass]] = {name: [] for name in sides}
-        with counting(f"{title}, round {number + 1}/{rounds}", say, every_s=LINE_S):
+        with counting(f"{title}, round {number + 1}/{rounds}", say):
             for i, turn in enumerate(turns):
                 for name in rotated(list(sides), number + i):
                     done[name].append(sides[name](turn))

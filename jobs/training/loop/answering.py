@@ -26,7 +26,7 @@ from ....actors.capture.target_outputs import OutputLayout, OutputShardWriter, S
 from ....actors.capture.target_recorder import RecordingExecutor, TargetRecorder
 from ....actors.engine.uniproc_executor import make_executor
 from ....actors.system.host_resources import owned_cores
-from ....actors.system.wait_messages import counting_on_terminal
+from ....actors.system.wait_messages import counting, say
 from ....cluster.config import EngineConfig
 from ....cluster.engine.engine_core import EngineCore
 from ....cluster.errors import ConfigError
@@ -67,7 +67,7 @@ def write_continuations(
     left = [number for number in order if number not in parts]
     if left and not (len(parts) and budget.progress >= 1.0):
         counts = len(asked), len(parts)
-        with counting_on_terminal("loading the target"):
+        with counting("loading the target", say, begin=False):
             engine = parts.open_engine(target)
         with closing(engine), closing(AnswerProgress(folder.name, *counts, budget, report)) as progress:
             steps = answer_all(engine, asked, left, max_new_tokens, lambda: budget.progress >= 1.0)

@@ -21,6 +21,9 @@ LOOPS, STEP_LOOPS, COMPILED = (
     "drafter/compute/cpu_fused",
 )
 # Every line requests a child that imports the package again; PyTorch and Numba are imported once.
+RUNS = (
+    "LOOPS.noisy_argmax_margin(torch.zeros(1, 20), torch.ones(1, 1), torch.ones(2, 1, 1, dtype=torch.int64))"
+)
 SCRIPT = """
 import json, os, sys
 
@@ -32,7 +35,7 @@ def look():
 
     opened = []
     sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
-    LOOPS.noisy_argmax_margin(torch.zeros(1, 20), torch.ones(1, 1), torch.ones(2, 1, 1, dtype=torch.int64))
+    RUNS
     print(json.dumps([sum(loops.noisy_argmax_margin.stats.cache_hits.values()), opened]), flush=True)
 
 for line in sys.stdin:
@@ -41,7 +44,7 @@ for line in sys.stdin:
     else:
         look()
         os._exit(0)
-"""
+""".replace("RUNS", RUNS)
 
 
 class Package:
@@ -74,6 +77,25 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Package]:
     with package.process:
         assert not package.choose()[0]
         yield package
+
+
+TOLD = """
+from manta.actors.targets.loading.backend_selection import compiles_loops
+from manta.cluster.config import EngineConfig
+print(compiles_loops(EngineConfig(model="m")))
+"""
+
+
+def test_the_first_start_alone_is_said_to_compile(tmp_path: Path) -> None:
+    def told() -> list[str]:
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+        steps = "import torch\nfrom manta.drafter.step.cpu_numba.step_ops import LOOPS\n" + RUNS
+        command = [sys.executable, "-c", TOLD + steps]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        ).stdout.split()
+
+    assert (told(), told()) == (["True"], ["False"])
 
 
 def test_cached_code_is_found_without_reading_other_folders(package: Package) -> None:
