@@ -27,6 +27,7 @@ from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError, MantaError, RequestError
 from .batch.options import BatchOptions
 from .bench.cli import bench
+from .common.command_groups import OPERATION, CommandGroup
 from .common.config_file import check_new_file, read_config_file
 from .common.config_loading import DEFAULT_CONFIG, engine_config, merge_settings, sampling_params, used_config
 from .common.engine_flags import (
@@ -48,21 +49,15 @@ from .drafters.cli import drafter
 from .logs import logs
 from .models.cli import models
 
-app = typer.Typer(
+app = CommandGroup(
     name="manta",
     help="Ray-native inference with DFlash block-diffusion speculative decoding.",
-    no_args_is_help=True,
-    rich_markup_mode=None,  # rich tables truncate long option names
-    add_completion=False,
-    pretty_exceptions_enable=False,
     context_settings={
         "help_option_names": ["-h", "--help"],
         "token_normalize_func": lambda name: name.replace("_", "-"),  # accept --max_num_seqs, like vLLM
     },
 )
-simulate = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Simulate a node of GPUs that serves a model."
-)
+simulate = CommandGroup(help="Simulate a node of GPUs that serves a model.")
 app.add_typer(bench, name="bench")
 app.add_typer(dashboards, name="dashboards")
 app.add_typer(drafter, name="drafter")
@@ -164,7 +159,7 @@ def chat(
 @app.command()
 @with_flags
 def serve(
-    where: Annotated[dict[str, Any], given_flags(options_of(ServeOptions, defaults=False))],
+    where: Annotated[dict[str, Any], given_flags(options_of(ServeOptions, OPERATION, defaults=False))],
     server: ServerFlags,
     flags: EngineFlags,
     model_: Model = None,

@@ -14,9 +14,10 @@ from urllib.parse import urlencode
 import typer
 
 from ..cluster.errors import NotFoundError
+from .common.command_groups import CommandGroup
 from .common.http_client import ServerClient, operators_key
 
-logs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show what happened to a request.")
+logs = CommandGroup(help="Show what happened to a request.")
 Json = Mapping[str, Any]  # Any: JSON
 
 _WAITED = {

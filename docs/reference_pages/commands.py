@@ -14,13 +14,15 @@ import typer
 from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from manta.jobs.cli import app
-from manta.jobs.common.engine_flags import ENGINE, SAMPLING, SPECULATION
+from manta.jobs.common.command_groups import SAMPLING, SPECULATION
+from manta.jobs.common.engine_flags import ENGINE_OPTIONS, SPECULATION_OPTIONS
 from typer.main import get_command
 
 from .markdown import cell, code, table
 
 # Any in this module: typer's commands and parameters, which are click's or its own by its version.
-SHARED = (ENGINE, SPECULATION, SAMPLING)
+ENGINE = "Engine"
+SHARED = (ENGINE, SPECULATION, SAMPLING)  # groups of flags that several commands have
 _OF_SETTINGS = {field.name for kind in (EngineConfig, ServerSettings) for field in fields(kind)}
 _INTRODUCTION = """# Commands
 
@@ -55,11 +57,11 @@ def server_flags() -> dict[str, list[str]]:
 
 def _section(path: str, command: Any) -> str:
     context: Any = typer.Context(command, info_name=path)
-    own = [each for each in command.params if _panel(each) not in SHARED]
+    own = [each for each in command.params if _group(each) not in SHARED]
     if path == "manta serve":
         own = [each for each in own if each.name not in _OF_SETTINGS]
-    shares = [panel for panel in SHARED if any(_panel(each) == panel for each in command.params)]
-    also = ", ".join(f"[{panel.lower()}](#{panel.lower()}-flags)" for panel in shares)
+    shares = [group for group in SHARED if any(_group(each) == group for each in command.params)]
+    also = ", ".join(f"[{group.lower()}](#{group.lower()}-flags)" for group in shares)
     parts = [
         f"## `{path}`",
         cleandoc(command.help or ""),
@@ -71,13 +73,13 @@ def _section(path: str, command: Any) -> str:
 
 def _shared(found: Sequence[tuple[str, Any]]) -> Iterator[str]:
     """Yield the shared groups of flags, from the command that has most of them."""
-    for panel in SHARED:
-        path, command = max(found, key=lambda each: len(_of_panel(each[1], panel)))
+    for group in SHARED:
+        path, command = max(found, key=lambda each: len(_of_group(each[1], group)))
         context = typer.Context(command, info_name=path)
-        kept = _of_panel(command, panel)
-        if panel == ENGINE:
+        kept = _of_group(command, group)
+        if group == ENGINE:
             kept = [each for each in kept if each.name not in _OF_SETTINGS]
-        yield f"## {panel} flags\n\n{_table(kept, context)}"
+        yield f"## {group} flags\n\n{_table(kept, context)}"
 
 
 def _table(parameters: Sequence[Any], context: Any) -> str:
@@ -85,9 +87,12 @@ def _table(parameters: Sequence[Any], context: Any) -> str:
     return table(("flag", "meaning"), [(code(flag), cell(said)) for flag, said in records]) if records else ""
 
 
-def _of_panel(command: Any, panel: str) -> list[Any]:
-    return [each for each in command.params if _panel(each) == panel]
+def _of_group(command: Any, group: str) -> list[Any]:
+    return [each for each in command.params if _group(each) == group]
 
 
-def _panel(parameter: Any) -> str | None:
-    return getattr(parameter, "rich_help_panel", None)
+def _group(parameter: Any) -> str | None:
+    panel = getattr(parameter, "rich_help_panel", None)
+    if panel is not None and parameter.name in ENGINE_OPTIONS:
+        return SPECULATION if parameter.name in SPECULATION_OPTIONS else ENGINE
+    return SAMPLING if panel == SAMPLING else None

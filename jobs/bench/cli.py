@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from ...cluster.config import EngineConfig
+from ..common.command_groups import CommandGroup
 from ..common.engine_flags import Model, with_flags
 from ..common.stop_signals import StopSignals
 from .common.options import BenchOptions, StepOptions, SweepOptions
@@ -23,7 +24,7 @@ class _SpeculationByDefault(TyperGroup):
         return super().parse_args(ctx, args if named else ["speculation", *args])
 
 
-bench = typer.Typer(cls=_SpeculationByDefault, rich_markup_mode=None)
+bench = CommandGroup(cls=_SpeculationByDefault, no_args_is_help=False)
 
 
 @bench.callback()

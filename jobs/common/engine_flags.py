@@ -43,12 +43,23 @@ from ...actors.http.config.settings import ServerSettings
 from ...cluster.config import DraftMethod, EngineConfig
 from ...cluster.flag import NO_FLAG, Flag
 from ...cluster.request.request import SamplingParams
+from .command_groups import HTTP, KEYS, MEMORY, MODEL, MOST_USED, OPERATION, SAMPLING, SPECULATION
 from .config_loading import engine_config, merge_settings
 
-ENGINE = "Engine"
-SPECULATION = "Speculation"
-SERVER = "Server"
-SAMPLING = "Sampling"
+# Panels of `--help` that differ from their dataclass's; the ten most used flags come first.
+_PANELS = {
+    MOST_USED: "spec_model spec_method served_model_name host port tensor_parallel_size max_model_len "
+    "max_num_seqs quantization api_key_file",
+    MEMORY: "kv_cache_dtype kv_cache_memory_bytes gpu_memory_utilization num_pages num_states page_size "
+    "max_num_batched_tokens enable_prefix_caching enable_chunked_prefill",
+    HTTP: "plain_proxy probe_port",
+    KEYS: "api_key admin_api_key admin_api_key_file metrics_api_key metrics_api_key_file tenants "
+    "max_requests_per_key prefix_cache_isolation allowed_origins",
+    OPERATION: "scheduling_policy async_scheduling max_num_queued_reqs num_threads seed replicas "
+    "shutdown_timeout log_format otlp_traces_endpoint lossless_audit capture capture_fraction "
+    "capture_max_bytes capture_redact capture_prompts categories",
+}
+_PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names.split()}
 _ENTRY = re.compile(r" {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*): (.*)")  # of a section of a docstring
 # Up to the first full stop that is followed by a new sentence.
 _FIRST_SENTENCE = re.compile(r".+?\.(?= [A-Z0-9\"'`]|$)")
@@ -124,7 +135,9 @@ def given_flags(options: Options) -> FlagGroup:
 def options_of(
     kind: Any, panel: str | None = None, *, defaults: bool = True, only: Mapping[str, Flag] | None = None
 ) -> Options:
-    """Return a typer parameter for each field of a dataclass that has a flag, under the heading `panel`.
+    """Return a typer parameter for each field of a dataclass that has a flag.
+
+    `panel` is the heading in `--help`, unless `_PANELS` gives the field another; None: no panel.
 
     With `defaults` False, a flag that is not given has the value None. `only` has flags by field that are not
     declared in the types' annotations.
@@ -140,7 +153,8 @@ def options_of(
         if not flag.absent:
             default = _default(field, repeats) if defaults else None
             text = descriptions.get(field.name, "")
-            shown = _typer_parameter(field.name, value, flag, text, panel, default)
+            shown_in = None if panel is None else _PANEL_OF.get(field.name, panel)
+            shown = _typer_parameter(field.name, value, flag, text, shown_in, default)
             value = list[value] if repeats else value
             found[field.name] = inspect.Parameter(
                 field.name,
@@ -290,10 +304,11 @@ _SAMPLING = {
     "ignore_eos": Flag("--ignore-eos"),
 }
 
+SPECULATION_OPTIONS = options_of(SpeculationFlags, SPECULATION, defaults=False)
 ENGINE_OPTIONS: Options = {
-    **options_of(ConfigFlag, ENGINE, defaults=False),
-    **options_of(EngineConfig, ENGINE, defaults=False),
-    **options_of(SpeculationFlags, SPECULATION, defaults=False),
+    **options_of(ConfigFlag, MODEL, defaults=False),
+    **options_of(EngineConfig, MODEL, defaults=False),
+    **SPECULATION_OPTIONS,
 }
 
 
@@ -322,7 +337,7 @@ def _listed(values: Sequence[str]) -> list[str]:
 Settings = Annotated[dict[str, Any], FlagGroup(ENGINE_OPTIONS, _merged_with_file)]
 EngineFlags = Annotated[dict[str, Any], given_flags(ENGINE_OPTIONS)]
 ServerFlags = Annotated[
-    dict[str, Any], FlagGroup(options_of(ServerSettings, SERVER, defaults=False), _server_flags)
+    dict[str, Any], FlagGroup(options_of(ServerSettings, HTTP, defaults=False), _server_flags)
 ]
 SamplingFlags = Annotated[
     dict[str, Any], given_flags(options_of(SamplingParams, SAMPLING, defaults=False, only=_SAMPLING))

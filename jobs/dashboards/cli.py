@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ..common.command_groups import CommandGroup
+
 if TYPE_CHECKING:
     from .grafana_push import Difference, Grafana
 
@@ -27,9 +29,7 @@ DataSource = Annotated[
     typer.Option("--datasource", show_default=False, help="Initially selected data source."),
 ]
 
-dashboards = typer.Typer(
-    rich_markup_mode=None, no_args_is_help=True, help="Grafana dashboards and Prometheus alerts."
-)
+dashboards = CommandGroup(help="Grafana dashboards and Prometheus alerts.")
 
 
 @dashboards.command()

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from ..common.command_groups import CommandGroup
 from ..common.engine_flags import with_flags
 from .common.options import (
     AdaptOptions,
@@ -22,9 +23,7 @@ Drafter = Annotated[str, typer.Argument(help="Folder, GGUF file or hub id of a d
 Target = Annotated[str, typer.Option("--target", "-m", help="Folder, GGUF file or hub id of the target.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
-drafter = typer.Typer(
-    rich_markup_mode=None,
-    no_args_is_help=True,
+drafter = CommandGroup(
     help="Inspect, validate, convert, evaluate, train and deploy drafters.",
 )
 

@@ -8,15 +8,14 @@ import typer
 
 from ...actors.system.wait_messages import counting, say
 from ...cluster.errors import CheckpointError
+from ..common.command_groups import CommandGroup
 from ..common.tables import print_table
 from .model_download import get_model, model_path
 from .published_models import PUBLISHED_MODELS, find_model
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name in `manta models list`.", show_default=False)]
 
-models = typer.Typer(
-    rich_markup_mode=None, no_args_is_help=True, help="Small published models for a first try."
-)
+models = CommandGroup(help="Small published models for a first try.")
 
 
 @models.command()

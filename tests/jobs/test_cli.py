@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 from manta.cluster.errors import ConfigError
 from manta.cluster.flag import parse_size
-from manta.jobs.cli import main
+from manta.jobs.cli import app, main
 from manta.jobs.common.config_loading import engine_config, merge_settings, read_settings
+from manta.jobs.common.engine_flags import _PANEL_OF
 from support.paths import ROOT
 
 SERVE_CONFIG = """
@@ -90,6 +95,70 @@ entry.{2}()
 
 def _default_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+PANELS = ["Arguments", "Most used", "Model", "Speculation", "Memory", "HTTP", "Keys", "Operation", "Options"]
+
+
+def test_the_help_of_serve_has_panels_and_the_ten_most_used_flags_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    assert re.findall(r"^([A-Z][\w ]*):$", text, re.M) == PANELS
+    flags = {panel: re.findall(r"^  (-\S.*?)(?:  |$)", body, re.M) for panel, body in panels(text).items()}
+    assert len(flags["Most used"]) == 10 and any("--spec-model" in flag for flag in flags["Most used"])
+    assert all("key" in flag or flag.startswith(("--ten", "--allowed", "--prefix")) for flag in flags["Keys"])
+    assert any("--gpu-memory-utilization" in flag for flag in flags["Memory"])
+    assert set(_PANEL_OF) <= {each.name for each in serve_parameters()}, "each is a flag"
+
+
+def panels(text: str) -> dict[str, str]:
+    parts = re.split(r"^([A-Z][\w ]*):$", text, flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def serve_parameters() -> list[Any]:  # Any: typer's own
+    group: Any = typer.main.get_command(app)
+    return group.commands["serve"].params
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        (["serve", "--spec-modl", "x"], "--spec-model?"),
+        (["generate", "x", "--max-model-length", "3"], "--max-model-len?"),
+        (["drafter", "train", "--target", "x", "--hour", "3"], "--hours?"),
+        (["srve"], "serve"),
+        (["drafter", "trian"], "train"),
+    ],
+)
+def test_an_unknown_flag_or_command_suggests_the_nearest(
+    arguments: list[str], nearest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = run(capsys, *arguments)
+    assert code == 2 and "Did you mean" in said and nearest in said.split("Did you mean")[1]
+
+
+def test_a_shell_completes_commands_and_flags(tmp_path: Path) -> None:
+    """In bash itself, with the script that --show-completion prints."""
+    if (bash := shutil.which("bash")) is None:
+        pytest.skip("there is no bash here")
+    (tmp_path / "manta").write_text(f'#!/bin/sh\nexec {sys.executable} -m manta.jobs.cli "$@"\n')
+    (tmp_path / "manta").chmod(0o755)
+    script = """
+        eval "$(manta --show-completion bash)"
+        for line in "manta mod" "manta serve --spec-mo"; do
+            COMP_WORDS=($line) COMP_CWORD=$((${#COMP_WORDS[@]} - 1)) COMPREPLY=()
+            _manta_completion manta
+            echo "${COMPREPLY[@]}"
+        done
+    """
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "HOME": str(tmp_path)}
+    done = subprocess.run([bash, "-c", script], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.stdout.splitlines() == ["models", "--spec-model"], done.stderr
 
 
 def test_help_explains_the_off_by_one_of_speculative_tokens(capsys: pytest.CaptureFixture[str]) -> None:

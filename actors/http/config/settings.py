@@ -77,16 +77,16 @@ class ServerSettings:
             can see flags: better use api_key_file or MANTA_API_KEY. The key may be followed by the tenant
             that its requests count for ("KEY TENANT"), or by `*` for a proxy's key with a trusted X-Tenant.
             Only from flags and code: no YAML file may hold keys (`actors/http/middleware/api_keys.py`).
-        api_key_file: file with such keys, one a line, each followed by its tenant or *, if any. MANTA_API_KEY
-            replaces both settings.
+        api_key_file: file with keys that requests must send, one a line, each followed by its tenant or *, if
+            any. MANTA_API_KEY replaces both settings.
         admin_api_key: key for the operators' routes (/load), valid for all others and for what other keys
             own; may be repeated; also in MANTA_ADMIN_API_KEY. The routes are `api_keys.ADMIN_PATHS`; without
             such a key they need the same key as the others.
-        admin_api_key_file: file with such keys, one a line.
+        admin_api_key_file: file with keys for the operators' routes, one a line.
         metrics_api_key: key for /metrics alone; may be repeated; also in MANTA_METRICS_API_KEY; by default
             the admin key opens it, or else any key. A scraper then needs no admin key. Without any key
             /metrics is open.
-        metrics_api_key_file: file with such keys, one a line.
+        metrics_api_key_file: file with keys for /metrics alone, one a line.
         prefix_cache_isolation: which prompts share cached beginnings: all ("none"), those of a "key" (the
             default with several keys), or those of a "tenant". Sharing is visible in times and
             `cached_tokens`. A key without a tenant counts as its own. A system prompt that keys have in
