@@ -24,7 +24,8 @@ from ...cluster.records.acceptance_slices import BlockGroup
 from ...cluster.records.request_timeline import RequestTimeline
 from ...cluster.request.request import FinishReason, Request, SamplingParams
 from ...cluster.step.executor import Executor, ExecutorInfo, SwapsDrafters
-from ..structured_outputs.grammar_frontend import GrammarFrontend, HoldsGrammars
+from ..structured_outputs.grammar_frontend import GrammarFrontend
+from ..structured_outputs.rank_grammars import HoldsGrammars
 from ..tokenization.prompts import AsyncPromptEncoder, EncodedPrompt, SeedSource, load_tokenizer
 from ..tokenization.tokenizer import Tokenizer
 from .output_processor import OutputProcessor, RequestOptions
@@ -155,7 +156,7 @@ class AsyncEngine:
         Leaving the iterator early (break, cancellation, aclose) aborts the request and frees its pages.
         Beyond `limit`, which bounds unread output, it ends with SlowReaderError.
         """
-        async with self._hold_grammar(params) as params_with_grammar:
+        async with self._hold_grammar(params, options) as params_with_grammar:
             with self._open_stream(request_id, prompt, params_with_grammar, options, limit=limit) as stream:
                 while (output := await stream.next()) is not None:
                     yield output
@@ -174,7 +175,7 @@ class AsyncEngine:
         `watch` is called with every output that `add` would have yielded; an exception from it ends the
         request.
         """
-        async with self._hold_grammar(params) as params_with_grammar:
+        async with self._hold_grammar(params, options) as params_with_grammar:
             with self._open_stream(
                 request_id, prompt, params_with_grammar, options, complete=watch is None
             ) as stream:
@@ -239,11 +240,14 @@ class AsyncEngine:
 
     # On the event loop.
 
-    def _hold_grammar(self, params: SamplingParams) -> AbstractAsyncContextManager[SamplingParams]:
+    def _hold_grammar(
+        self, params: SamplingParams, options: RequestOptions
+    ) -> AbstractAsyncContextManager[SamplingParams]:
         assert self._grammars is not None, "start() the engine first"
         if params.structured_outputs is None and params.grammar is None:
             return nullcontext(params)
-        return self._grammars.hold(params)
+        background = options.get("background", False)
+        return self._grammars.hold(params, options.get("owner"), background=background)
 
     @contextmanager
     def _open_stream(

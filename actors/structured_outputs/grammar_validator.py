@@ -1,4 +1,4 @@
-"""Tries grammars in a process that may be killed (`compile_sandbox.py`), and caches the results.
+"""Tries grammars in a process that may be killed (`compile_sandbox.py`).
 
 The process is started for the first grammar, and again after it was killed. It ends with `close` or when this
 process ends.
@@ -6,7 +6,6 @@ process ends.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -14,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +21,6 @@ from typing import Any
 
 from ...cluster.errors import OverloadedError
 
-MAX_CACHED = 256  # results; for EBNF grammars they include the text
 ANSWER_TIMEOUT_S = 60.0  # for a very busy machine, including the start of the process
 QUICK_S, SLOW_S = 0.1, 1.0  # CPU seconds of one core
 # A grammar that compiles this fast, in this little memory, may be compiled again in the middle of a response.
@@ -41,6 +38,7 @@ class TrialResult:
         is_cheap, forces, mask_s: as in `Grammar`.
         refusal: why it was rejected, as the end of a sentence; None if it was accepted.
         is_slow: it exceeded the given time.
+        cpu_s: CPU time that the trial took.
     """
 
     text: str | None = None
@@ -49,6 +47,7 @@ class TrialResult:
     mask_s: float = 0.0
     refusal: str | None = None
     is_slow: bool = False
+    cpu_s: float = 0.0
 
 
 class GrammarValidator:
@@ -57,7 +56,6 @@ class GrammarValidator:
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         model = {"tokenizer_json": tokenizer_json, "vocab_size": vocab_size, "eos_token_ids": eos_token_ids}
         self._model = json.dumps(model).encode()
-        self._results: OrderedDict[bytes, TrialResult] = OrderedDict()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -79,23 +77,8 @@ class GrammarValidator:
 
         `allowed`, `forbidden`: tokens by the request's other rules, as in `CompileQuestion`.
         """
-        rules = f"{allowed}\0{forbidden}"
-        key = hashlib.sha256(f"{kind}\0{rules}\0{text}".encode(errors="surrogatepass")).digest()
-        with self._lock:
-            result = self._results.get(key)
-            if result is not None:
-                self._results.move_to_end(key)
-                return result
-        answer = self._answer(
-            {"kind": kind, "text": text, "cpu_s": cpu_s, "allowed": allowed, "forbidden": forbidden}
-        )
-        result = _trial_result(answer, cpu_s, text)
-        if not result.is_slow or cpu_s >= SLOW_S:
-            with self._lock:
-                self._results[key] = result
-                while len(self._results) > MAX_CACHED:
-                    self._results.popitem(last=False)
-        return result
+        question = {"kind": kind, "text": text, "cpu_s": cpu_s, "allowed": allowed, "forbidden": forbidden}
+        return _trial_result(self._answer(question), cpu_s, text)
 
     def close(self) -> None:
         """End the process. Idempotent; the next `try_grammar` starts another."""
@@ -168,26 +151,28 @@ def _exchange(control: socket.socket, sent: bytes) -> bytes:
 
 
 def _trial_result(answer: Mapping[str, Any], cpu_s: float, text: str) -> TrialResult:
+    spent_s = answer["cpu_s"]
     if "signal" in answer:
-        return _killed(answer["signal"], cpu_s)
+        killed_by = answer["signal"]
+        refusal = f"{_reason(killed_by, cpu_s)}. Make it simpler"
+        return TrialResult(refusal=refusal, is_slow=killed_by == signal.SIGPROF, cpu_s=spent_s)
     if "error" in answer:
-        return TrialResult(refusal=answer["error"])
-    is_cheap = answer["cpu_s"] <= CHEAP_S and answer["grown_bytes"] <= CHEAP_BYTES
+        return TrialResult(refusal=answer["error"], cpu_s=spent_s)
+    is_cheap = spent_s <= CHEAP_S and answer["grown_bytes"] <= CHEAP_BYTES
     other = None if answer["text"] == text else answer["text"]
-    return TrialResult(other, is_cheap, answer["forces"], answer["mask_s"])
+    return TrialResult(other, is_cheap, answer["forces"], answer["mask_s"], cpu_s=spent_s)
 
 
-def _killed(by: int, cpu_s: float) -> TrialResult:
-    match by:
+def _reason(killed_by: int, cpu_s: float) -> str:
+    match killed_by:
         case signal.SIGPROF:
-            reason = f"compiling it takes longer than the time limit of {cpu_s:g} s of a core"
+            return f"compiling it takes longer than the time limit of {cpu_s:g} s of a core"
         case signal.SIGABRT | signal.SIGKILL:
-            reason = "compiling it takes more than the memory limit"
+            return "compiling it takes more than the memory limit"
         case signal.SIGSEGV | signal.SIGBUS:
-            reason = "it is nested deeper than the limit: parts in parts, or references to references"
+            return "it is nested deeper than the limit: parts in parts, or references to references"
         case _:
-            reason = f"compiling it ends with signal {by}"
-    return TrialResult(refusal=f"{reason}. Make it simpler", is_slow=by == signal.SIGPROF)
+            return f"compiling it ends with signal {killed_by}"
 
 
 def _write_all(file: int, data: bytes) -> None:

@@ -51,7 +51,7 @@ class CompileQuestion(TypedDict):
 
 
 class CompileAnswer(TypedDict):
-    """The outcome of a trial; only `signal`, if that killed the child.
+    """The outcome of a trial; only `signal` and `cpu_s`, if a signal killed the child.
 
     `text` is the grammar with EBNF converted to Lark, `error` why llguidance refuses it, `cpu_s` and
     `grown_bytes` what it took. `forces` and `mask_s` are as in `Grammar`, without the first mask, which makes
@@ -166,10 +166,11 @@ class _Server:
         pid, connection = self._children.pop(child)
         self._selector.unregister(child)
         os.close(child)
-        _, status = os.waitpid(pid, 0)
+        _, status, used = os.wait4(pid, 0)
         with connection:
             if os.WIFSIGNALED(status):
-                _send(connection, CompileAnswer(signal=os.WTERMSIG(status)))
+                cpu_s = used.ru_utime + used.ru_stime
+                _send(connection, CompileAnswer(signal=os.WTERMSIG(status), cpu_s=cpu_s))
 
 
 def _answer(connection: socket.socket, compiler: GrammarCompiler) -> None:
@@ -194,9 +195,9 @@ def _answer(connection: socket.socket, compiler: GrammarCompiler) -> None:
         return
     else:
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        answer = tried | CompileAnswer(cpu_s=time.process_time() - began_s, grown_bytes=grown << 10)
+        answer = tried | CompileAnswer(grown_bytes=grown << 10)
     signal.setitimer(signal.ITIMER_PROF, 0)
-    _send(connection, answer)
+    _send(connection, answer | CompileAnswer(cpu_s=time.process_time() - began_s))
 
 
 def _send(connection: socket.socket, answer: CompileAnswer) -> None:

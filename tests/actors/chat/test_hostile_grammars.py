@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ import pytest
 from manta import LLM, SamplingParams, StructuredOutputsParams
 from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.http.config.settings import ServerSettings
-from manta.actors.structured_outputs.grammar_frontend import MAX_LARGE, GrammarFrontend
+from manta.actors.structured_outputs.grammar_frontend import GrammarFrontend
 from manta.actors.structured_outputs.grammar_validator import SLOW_S, GrammarValidator
+from manta.actors.structured_outputs.grammar_verdicts import Verdict, VerdictCache
+from manta.actors.structured_outputs.rank_grammars import MAX_LARGE
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.actors.workers.base.grammar_compilation import GrammarLanes, serve_lanes
 from manta.actors.workers.ray_executor import RayExecutor
@@ -148,7 +151,7 @@ def test_a_request_drafts_no_more_than_its_masks_can_be_computed_for(trials: Gra
     assert most_drafts(0.01, max_draft_tokens=2) == 2
 
 
-def test_trial_results_are_cached_and_a_killed_process_is_restarted(tokenizer: Tokenizer) -> None:
+def test_a_killed_process_of_trials_is_restarted(tokenizer: Tokenizer) -> None:
     trials = GrammarValidator(tokenizer.to_json(), VOCAB, EOS)
     assert trials.pid is None, "it starts with the first grammar"
     assert trials.try_grammar("regex", "[a-z]+", SLOW_S).refusal is None
@@ -158,8 +161,43 @@ def test_trial_results_are_cached_and_a_killed_process_is_restarted(tokenizer: T
     assert trials.try_grammar("regex", "[0-9]+", SLOW_S).refusal is None
     assert trials.pid not in (None, pid)
     trials.close()
-    assert trials.try_grammar("regex", "[a-z]+", SLOW_S).refusal is None
-    assert trials.pid is None, "the result is from memory"
+    assert trials.pid is None
+
+
+def test_verdicts_are_kept_by_all_that_decides_on_them(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = list[str]()
+    try_grammar = GrammarValidator.try_grammar
+
+    def recording(trials: GrammarValidator, kind: str, text: str, *arguments: Any, **named: Any) -> Any:
+        tried.append(text)
+        return try_grammar(trials, kind, text, *arguments, **named)
+
+    monkeypatch.setattr(GrammarValidator, "try_grammar", recording)
+    frontend = GrammarFrontend(tokenizer, VOCAB, EOS)
+    asked = [regex("[a-z]+"), regex("("), replace(regex("[a-z]+"), allowed_token_ids=(70,)), regex("[a-z]+")]
+    answers = []
+    for params in [*asked, *asked]:
+        try:
+            answers.append(frontend.compile(params).grammar)
+        except RequestError as error:
+            answers.append(error.message)
+    frontend.close()
+    assert tried == ["[a-z]+", "(", "[a-z]+"] and answers[:4] == answers[4:]
+    assert isinstance(answers[0], Grammar) and isinstance(answers[1], str) and "regex" in answers[1]
+
+
+def test_kept_verdicts_are_limited_by_number_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manta.actors.structured_outputs.grammar_verdicts.MAX_VERDICTS", 3)
+    monkeypatch.setattr("manta.actors.structured_outputs.grammar_verdicts.MAX_CHARS", 10)
+    cache = VerdictCache()
+    for name in b"abcd":
+        cache.put(bytes([name]), Verdict(refusal=("no", None)))
+    assert [cache.get(bytes([name])) is not None for name in b"abcd"] == [False, True, True, True]
+    for name in b"xyx":
+        cache.put(bytes([name]), Verdict(Grammar("regex", "123456")))
+    assert cache.get(b"x") is not None and cache.get(b"y") is None
 
 
 def test_the_sandbox_ends_with_its_parent(tokenizer: Tokenizer, tmp_path: Path) -> None:

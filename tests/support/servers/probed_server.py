@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -106,7 +107,7 @@ def _place(frame: FrameType | None) -> str:
 
 
 STEP_S = 0.004
-VOCAB = 4096  # of the target that ships
+VOCAB, END = 4096, 0  # of the target that ships
 TOP = 20
 
 
@@ -142,6 +143,7 @@ class ProbedServer:
         model: folder of a checkpoint with a tokenizer of at most VOCAB tokens.
         settings: of the front, `ServerSettings`.
         keeps_little: the system keeps little of what clients do not read.
+        has_end_token: texts may end, as grammars need; otherwise they end with `max_tokens` only.
         engine: further settings of the engine.
     """
 
@@ -151,9 +153,10 @@ class ProbedServer:
         settings: dict[str, Any] | None = None,
         *,
         keeps_little: bool = False,
+        has_end_token: bool = False,
         **engine: Any,
     ) -> None:
-        given = json.dumps([str(model), settings or {}, engine, keeps_little])
+        given = json.dumps([str(model), settings or {}, engine, keeps_little, has_end_token])
         self._process = subprocess.Popen(
             module_command("support.servers.probed_server", [given]),
             stdin=subprocess.PIPE,
@@ -228,9 +231,11 @@ class WithLogprobs(PassingExecutor):
         return StepResult(result.step, result.token_ids, result.num_tokens, result.timings, found)
 
 
-def make_executor(config: EngineConfig) -> Executor:
+def make_executor(config: EngineConfig, eos_token_ids: tuple[int, ...] = ()) -> Executor:
     sizes = {"num_pages": (config.num_pages or 40_000,), "max_model_len": config.max_model_len or 1 << 17}
-    info = make_info(**sizes, page_size=16, vocab_size=VOCAB, eos_token_ids=(), num_speculative_tokens=0)
+    info = make_info(
+        **sizes, page_size=16, vocab_size=VOCAB, num_speculative_tokens=0, eos_token_ids=eos_token_ids
+    )
     return WithLogprobs(SimulatedExecutor(info, cost=LinearCost(verify_floor_s=STEP_S), clock=MACHINE_CLOCK))
 
 
@@ -240,11 +245,16 @@ def shrink_send_buffer(listener: socket.socket) -> None:
 
 
 async def serve(
-    model: str, settings: dict[str, Any], engine_settings: dict[str, Any], keeps_little: bool
+    model: str,
+    settings: dict[str, Any],
+    engine_settings: dict[str, Any],
+    keeps_little: bool,
+    has_end_token: bool,
 ) -> None:
     """Run until stdin ends; each line there is answered with the contents of `Found`."""
     many = {"max_num_seqs": 256, "max_num_batched_tokens": 1 << 16, "enable_prefix_caching": False}
-    engine = AsyncEngine(EngineConfig.from_dict({"model": model, **many, **engine_settings}), make_executor)
+    config = EngineConfig.from_dict({"model": model, **many, **engine_settings})
+    engine = AsyncEngine(config, partial(make_executor, eos_token_ids=(END,) if has_end_token else ()))
     await engine.start()
     app = create_app(engine, ServerSettings(served_model_name="tiny", **settings))
     server = uvicorn.Server(

@@ -5,7 +5,8 @@
 Nonsense gets an error in OpenAI's form; schemathesis' requests get no 500 and no status that the OpenAPI
 document lacks. Slow readers, 1,000 silent streams and 300 disconnects, four times, leave no request, page,
 task or thread behind, and no more memory than after the third time. The longest possible requests delay a
-parallel stream by at most BAR_MS. Servers of the shipped pair, with and without a gateway, get hostile
+parallel stream by at most BAR_MS. One key's load delays another key's request by at most a second
+(`abuse_neighbors.py`). Servers of the shipped pair, with and without a gateway, get hostile
 requests and grammars during another key's stream, and held connections (`abuse_hostile.py`). A short form is
 `test_abuse.py`.
 """
@@ -30,7 +31,7 @@ from manta.jobs.common.tables import print_table
 from support.paths import MODELS
 from support.servers.probed_server import Found, ProbedServer
 
-from trials.abuse import abuse_hostile
+from trials.abuse import abuse_hostile, abuse_neighbors
 from trials.abuse.abuse_clients import be_silent, leave, nonsense, read_slowly, request_bytes, send
 from trials.abuse.abuse_long import Measured, measure
 from trials.abuse.abuse_readers import stop_reading
@@ -134,6 +135,11 @@ def main() -> int:
     names = ("tasks", "threads", "rss_bytes", "running", "waiting", "kv_usage")
     rows = [[name, *(str(found[each]) for each in names)] for name, found in states.items()]
     print_table("after attacks", ["what", *names], rows, num_left=1)
+    with ProbedServer(MODEL, {"api_key": abuse_neighbors.KEYS}, has_end_token=True) as server:
+        met, said = abuse_neighbors.meet_all(server)
+        wrong += said
+    rows = [[m.name, str(m.status), str(m.alone_s), str(m.beside_s)] for m in met]
+    print_table("another key's request", ["beside", "status", "alone s", "beside s"], rows, num_left=1)
     with (
         tempfile.TemporaryDirectory() as folder,
         ProbedServer(MODEL, {"batch_storage": folder}, max_model_len=256) as server,
@@ -146,6 +152,7 @@ def main() -> int:
         figures = {
             "long": [asdict(m) for m in measured],
             "attacks": states,
+            "neighbors": [asdict(each) for each in met],
             "hostile": hostile,
             "wrong": wrong,
         }
