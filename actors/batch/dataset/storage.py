@@ -154,6 +154,13 @@ class Storage:
         with self.filesystem.open_output_stream(path) as stream:  # one put: it appears when closed
             stream.write(content)
 
+    def scratch_folder(self) -> Path | None:
+        """Return a folder on the same disk for files without names; None for an object store."""
+        if not self.local:
+            return None
+        make_folder(Path(self.root), private=self.private)
+        return Path(self.root)
+
     def remove(self, *names: str) -> None:
         if self.local or len(names) < 2:
             for name in names:

@@ -1,13 +1,14 @@
 """/v1/files and /v1/batches: files of requests that are answered with spare capacity, and their outputs.
 
-An upload is parsed as it arrives. Its content is in a temporary file, from which the storage reads it without
-a copy in memory.
+An upload is parsed as it arrives (`upload_form.py`), and the storage reads it from its file without a copy in
+memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import mmap
+import os
 import re
 import time
 from collections.abc import Callable
@@ -19,16 +20,16 @@ from pydantic import Field
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import StreamingResponse
 
-from ....cluster.errors import NotOfferedError, RequestError, StorageError, brief, brief_name
+from ....cluster.errors import NotOfferedError, RequestError, brief, brief_name
 from ....cluster.request.caller import Caller, tenant_of
 from ...batch.openai.batch_admission import ENDPOINTS
 from ...batch.openai.batch_service import BatchService
 from ...batch.openai.batch_store import Batch
 from ...batch.openai.file_store import FileStore, Page, StoredFile
 from ..middleware.api_keys import caller_of
-from ..middleware.request_gate import FORM_BYTES
 from ..wire.json_io import JsonObject, JsonRoute, json_response
 from ..wire.request_model import RequestModel
+from .upload_form import storage_error, upload_form
 
 MAX_FILES_LISTED = 10_000
 MAX_FILENAME_CHARS = 255
@@ -54,11 +55,7 @@ async def in_storage_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwa
     try:
         return await asyncio.to_thread(call, *args, **kwargs)
     except (OSError, ValueError) as error:  # ValueError: stored data has an unexpected format
-        why = getattr(error, "strerror", None) or type(error).__name__
-        raise StorageError(
-            f"Files and batches cannot be read or written now ({why}). No stored data is lost. Retry.",
-            param="batch_storage",
-        ) from error
+        raise storage_error(error) from error
 
 
 def file_routes(service: BatchService | None) -> APIRouter:
@@ -73,7 +70,8 @@ def file_routes(service: BatchService | None) -> APIRouter:
     @router.post("/v1/files")
     async def upload(http: Request, files: FileStore = Store) -> Response:
         """Upload a file of batch lines (multipart)."""
-        async with http.form(max_files=1, max_fields=16, max_part_size=FORM_BYTES) as form:
+        folder = await in_storage_thread(files.storage.scratch_folder)
+        async with upload_form(http, folder) as form:
             file = _checked(form)
             owner = caller_of(http.scope).owner
             name = (file.filename or "batch.jsonl")[:MAX_FILENAME_CHARS]
@@ -155,11 +153,11 @@ def _store_upload(files: FileStore, filename: str, file: IO[bytes], owner: str |
 
 
 def _mapped(file: IO[bytes]) -> bytes | pa.Buffer:
-    """Return the content; a file on disk is memory-mapped."""
-    if getattr(file, "_rolled", True):  # SpooledTemporaryFile has no public attribute for it
-        file.flush()
-        return pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    return file.read()
+    """Return the content, memory-mapped unless it is empty."""
+    file.flush()
+    if not os.fstat(file.fileno()).st_size:
+        return b""
+    return pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 MAX_BATCHES_LISTED = 100

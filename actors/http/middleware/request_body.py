@@ -1,12 +1,14 @@
-"""Limits on the bodies of requests: size, arrival time, and the memory of all unfinished ones together.
+"""Limits on the bodies of requests: size, arrival time, and the bytes of all unfinished ones together.
 
-`RequestGate` applies a `BodyLimit` to each request; one `BodyBudget` holds for all requests of a process.
+`RequestGate` applies a `BodyLimit` to each request. A process has a `BodyBudget` for bodies in memory, and
+one for uploads on a disk.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,14 +27,16 @@ MIN_BYTES_PER_S = 32 * 1024
 # unread bytes resets the connection, and the client may then lose the response (nginx: `lingering_close`).
 LINGER_S = 5.0
 LINGER_IDLE_S = 1.0
-# Limit for all unfinished bodies of a process together, in bodies of the maximum size.
+# Limits for all unfinished bodies of a process together, and for all uploads, in bodies of the maximum size.
 BUDGET_BODIES = 8
+BUDGET_UPLOADS = 4
 # Bytes of each body that are not counted, so that short bodies are accepted despite long ones.
 UNCOUNTED_BYTES = 64 * 1024
 
 
 @dataclass(slots=True, eq=False)
 class _Unfinished:
+    key: str | None  # `Caller.owner`
     began_s: float
     num_bytes: int = 0  # bytes received so far
     dropped: bool = False  # the budget had no room for it
@@ -45,10 +49,11 @@ class _Unfinished:
 
 
 class BodyBudget:
-    """The memory of one process for unfinished bodies. Used on the event loop.
+    """The bytes of one process for unfinished bodies. Used on the event loop.
 
-    When it exceeds `max_bytes` (without the first UNCOUNTED_BYTES of each body), the body with the largest
-    product of bytes and age is dropped, so that slow, long bodies make room for quick, short ones.
+    When they exceed `max_bytes` (without the first UNCOUNTED_BYTES of each body), a body of the API key with
+    the most bytes is dropped: the one with the largest product of bytes and age, so that slow, long bodies
+    make room for quick, short ones.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -57,9 +62,9 @@ class BodyBudget:
         self._open: set[_Unfinished] = set()
 
     @contextmanager
-    def body(self) -> Iterator[_Unfinished]:
-        """Track one body; its memory is returned at the end, or by `release`."""
-        body = _Unfinished(time.monotonic())
+    def body(self, key: str | None = None) -> Iterator[_Unfinished]:
+        """Track one body; its bytes are returned at the end, or by `release`."""
+        body = _Unfinished(key, time.monotonic())
         self._open.add(body)
         try:
             yield body
@@ -67,7 +72,7 @@ class BodyBudget:
             self.release(body)
 
     def release(self, body: _Unfinished) -> None:
-        """Return the memory of a body that is complete, dropped or given up. Idempotent."""
+        """Return the bytes of a body that is complete, dropped or given up. Idempotent."""
         if body in self._open:
             self._open.discard(body)
             self.num_bytes -= body.counted
@@ -83,8 +88,11 @@ class BodyBudget:
             self._drop()
 
     def _drop(self) -> None:
-        now_s = time.monotonic()
-        victim = max(self._open, key=lambda body: body.counted * (now_s - body.began_s))
+        now_s, by_key = time.monotonic(), Counter[str | None]()
+        for body in self._open:
+            by_key[body.key] += body.counted
+        victims = [body for body in self._open if by_key[body.key] == max(by_key.values())]
+        victim = max(victims, key=lambda body: body.counted * (now_s - body.began_s))
         self.release(victim)
         victim.dropped = True
         if victim.waiting is not None:
@@ -104,16 +112,20 @@ class BodyLimit:
 
     @contextmanager
     def applied(
-        self, receive: Receive, arrived: Callable[[], None], budget: BodyBudget | None = None
+        self,
+        receive: Receive,
+        arrived: Callable[[], None],
+        budget: BodyBudget | None = None,
+        key: str | None = None,
     ) -> Iterator[Receive]:
         """Wrap `receive` so that it raises HTTPException when a limit is exceeded.
 
         The status is 413 for a body that is too large, 408 for one that is too slow, and 503 if all
         unfinished bodies together are too large. `arrived` is called when the whole body has arrived, and may
-        raise HTTPException, too. `budget`: None if the body is not kept in memory.
+        raise HTTPException, too. `budget`: by default the body has one of its own. `key`: `Caller.owner`.
         """
         budget = budget or BodyBudget(self.max_bytes)
-        with budget.body() as body:
+        with budget.body(key) as body:
             yield self._limited(receive, arrived, budget, body)
 
     def _limited(
@@ -175,7 +187,7 @@ def _too_late(count: int) -> HTTPException:
 def _dropped(budget: BodyBudget) -> HTTPException:
     return HTTPException(
         503,
-        f"The unfinished bodies of all requests exceed {budget.max_bytes} bytes, and this one held the most "
-        "for the longest time. Send it again, faster or later.",
+        f"The unfinished bodies of all requests exceed {budget.max_bytes} bytes, and those of this API key "
+        "the most; this one was the longest and oldest. Send it again, faster or later.",
         _CLOSE,
     )

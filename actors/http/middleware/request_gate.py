@@ -29,7 +29,7 @@ from ...system.log_setup import current_request_id
 from ..config.settings import OPEN_PATHS, ServerSettings
 from ..wire.errors import INTERNAL, Rejection, ignore, json_error, log_refusal, refusal_of
 from .api_keys import Keys
-from .request_body import BUDGET_BODIES, BodyBudget, BodyLimit, discard_rest
+from .request_body import BUDGET_BODIES, BUDGET_UPLOADS, BodyBudget, BodyLimit, discard_rest
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,12 @@ UPLOADS = "/v1/files"
 FORM_BYTES = 64 * 1024  # of an upload, besides its file
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 MAX_HEADER_BYTES = 32 * 1024  # of all headers together; half of HAProxy's limit
+
+
+def is_upload(method: str, path: str, headers: Headers) -> bool:
+    """Return whether a body is written to a disk as it arrives; any other body is read into memory."""
+    content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    return (method, path, content_type) == ("POST", UPLOADS, "multipart/form-data")
 
 
 class Observer(Protocol):
@@ -78,9 +84,10 @@ class RequestGate:
         self.reader_timeout_s = settings.reader_timeout
         self._limit = BodyLimit.of(settings, "max_request_bytes")
         self._bodies = BodyBudget(BUDGET_BODIES * settings.max_request_bytes)
-        self._upload_limit = self._limit
+        self._upload_limit, self._uploads = self._limit, self._bodies
         if settings.batch_storage is not None:
             self._upload_limit = BodyLimit.of(settings, "max_batch_file_bytes", extra_bytes=FORM_BYTES)
+            self._uploads = BodyBudget(BUDGET_UPLOADS * settings.max_batch_file_bytes)
         self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,16 +101,18 @@ class RequestGate:
             await _Exchange(self, scope, receive, send).run()
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limit = self._upload_limit if scope["path"] == UPLOADS else self._limit
         headers = Headers(scope=scope)
+        limit, budget = self._limit, self._bodies
+        if is_upload(scope["method"], scope["path"], headers):
+            limit, budget = self._upload_limit, self._uploads
         given = self._keys.given(headers)
         if "caller" not in scope["state"]:  # otherwise the gateway's, from its header
             scope["state"]["caller"] = self._keys.caller(given, headers)
         refusal = self._refusal(scope, headers, given, limit)
-        budget = self._bodies if limit is self._limit else None  # uploads are not kept in memory
+        owner = scope["state"]["caller"].owner
         with ExitStack() as place:
             arrived = partial(self._acquire_slot, place, scope)
-            limited = place.enter_context(limit.applied(receive, arrived, budget))
+            limited = place.enter_context(limit.applied(receive, arrived, budget, owner))
             await (refusal or self._app)(scope, limited, send)
 
     def _acquire_slot(self, place: ExitStack, scope: Scope) -> None:

@@ -7,6 +7,7 @@ connections and returns its results as a `Held`. None takes much longer than a m
     idle_connections(port, 4150)            a server behind HAProxy: probes 200, the small request answered
     slow_heads(port, 500)                   likewise; all of them are closed within 15 s
     unfinished_bodies(port, 30, 31)         of 31 MB each: likewise; closed 20 s after their last byte
+    unfinished_uploads(port, 8, 120)        of 120 MB each: likewise; a budget drops some before
     trickled_bodies(port, 50, seconds=30)   a byte a second: 408 after 20 s and 1 s more for each 32 KiB
 """
 
@@ -68,6 +69,14 @@ def unfinished_bodies(port: int, count: int, megabytes: int) -> Held:
     head = ROUTE + f"Content-Length: {size}\r\n\r\n".encode()
     body = b'{"prompt": "' + b"x" * (size - 13)
     return _hold(port, count, head + body)
+
+
+def unfinished_uploads(port: int, count: int, megabytes: int, kind: str = "multipart/form-data") -> Held:
+    """Uploads of a number of megabytes, sent as a content type, that stop after these."""
+    part = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
+    size = megabytes * 1_000_000
+    head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}; boundary=b\r\n"
+    return _hold(port, count, f"{head}Content-Length: {size + 1000}\r\n\r\n".encode() + part + b"x" * size)
 
 
 def trickled_bodies(port: int, count: int, seconds: float = 30.0) -> Held:

@@ -28,6 +28,7 @@ from trials.abuse.abuse_connections import (
     slow_heads,
     trickled_bodies,
     unfinished_bodies,
+    unfinished_uploads,
 )
 
 BAR_S = 0.2  # the longest pause of another tenant's stream
@@ -462,6 +463,8 @@ def hold_connections(port: int) -> Iterator[tuple[str, Held, str | None]]:
         "4,150 idle connections": lambda: idle_connections(port, 4150),
         "500 slow heads": lambda: slow_heads(port, 500),
         "30 unfinished bodies of 31 MB": lambda: unfinished_bodies(port, 30, 31),
+        "8 unfinished uploads of 120 MB": lambda: unfinished_uploads(port, 8, 120),
+        "5 uploads of 180 MB as JSON": lambda: unfinished_uploads(port, 5, 180, "application/json"),
         "50 bodies by the byte": lambda: trickled_bodies(port, 50),
     }
     for name, trial in trials.items():
