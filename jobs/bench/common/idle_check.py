@@ -147,9 +147,14 @@ class Watch:
 
 
 def print_warning(found: Sequence[Mapping[str, Any]]) -> None:
+    if (warning := idleness_warning(found)) is not None:
+        print(warning, flush=True)
+
+
+def idleness_warning(found: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the warning about the period with most other load; None if there is no warning."""
     disturbed = [idleness for idleness in found if idleness["warning"] is not None]
-    if disturbed:
-        print(max(disturbed, key=lambda idleness: idleness["others_share"])["warning"], flush=True)
+    return max(disturbed, key=lambda idleness: idleness["others_share"])["warning"] if disturbed else None
 
 
 def used_s(who: int) -> float:

@@ -125,7 +125,7 @@ class EvalOptions:
         concurrency: concurrent requests, comma-separated; the speed is measured at each.
         temperatures: sampling temperatures, comma-separated; 0 is greedy.
         num_prompts: number of prompts, taken evenly from the suite; by default all, of quick 40.
-        rounds: rounds over all prompts in which the speed is measured.
+        rounds: rounds over all prompts in which the speed is measured; 0 measures acceptance alone.
         max_tokens: maximum tokens of an answer.
         speculative_config: JSON: more settings of speculation, such as '{"tree_width": 3}' or
             '{"num_speculative_tokens": 5}'.
@@ -146,8 +146,8 @@ class EvalOptions:
     output: Annotated[Path | None, Flag("-o")] = None
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "rounds", "max_tokens", "concurrency")
-        check_least(self, 0, "temperatures")
+        check_least(self, 1, "max_tokens", "concurrency")
+        check_least(self, 0, "rounds", "temperatures")
         for name, why in _OWN_SETTINGS.items():
             if name in self.speculative_config:
                 raise ConfigError(

@@ -58,25 +58,25 @@ class Acceptance:
     Attributes:
         tokens_per_step: tokens of a verified block, with the bonus token.
         by_position: share of blocks with a draft there that accept it.
-        before_repetition: of the blocks that begin before their answer repeats itself
-            (`cluster/records/repetition.py`), in the answers that have any.
+        num_fresh_blocks, fresh_tokens_per_step: of the blocks that begin before their answer repeats itself
+            (`cluster/records/repetition.py`).
     """
 
     num_prompts: int
-    num_repeating: int
     num_blocks: int
+    num_fresh_blocks: int
     tokens_per_step: RatioEstimate
+    fresh_tokens_per_step: RatioEstimate | None
     by_position: tuple[RatioEstimate, ...]
-    before_repetition: RatioEstimate | None
 
     def as_json(self) -> Figures:
-        fresh = self.before_repetition
+        fresh = self.fresh_tokens_per_step
         return {
             "prompts": self.num_prompts,
-            "repeating_prompts": self.num_repeating,
             "blocks": self.num_blocks,
+            "fresh_blocks": self.num_fresh_blocks,
             "tokens_per_step": self.tokens_per_step.as_json(),
-            "tokens_per_step_before_repetition": None if fresh is None else fresh.as_json(),
+            "fresh_tokens_per_step": None if fresh is None else fresh.as_json(),
             "by_position": [share.as_json() for share in self.by_position],
         }
 
@@ -93,10 +93,24 @@ def run_eval(options: EvalOptions) -> Figures:
     config = replace(config, enable_prefix_caching=False, max_num_seqs=max(options.concurrency))
     kinds, count = suite_requests(config, suite, options.temperatures, options.max_tokens), len(suite.rows)
     drafts, acceptance = measure_suite(config, kinds, count)
+    points = _measure_speed(config, kinds, count, options) if options.rounds else []
+    return {
+        "provenance": provenance(),
+        "engine": asdict(config),
+        "options": {**options_json(options), "prompts": str(suite.path), "num_prompts": count},
+        "suite": {"name": suite.name, "prompts": count, **drafts},
+        "acceptance": acceptance,
+        "points": points,
+    }
+
+
+def _measure_speed(
+    config: EngineConfig, kinds: Mapping[float, RequestSource], count: int, options: EvalOptions
+) -> list[Figures]:
     with open_sides(config, {}, methods_only=True) as sides:
         if PLAIN in sides.refused:
             raise ConfigError(sides.refused[PLAIN], param="model")
-        speed = [
+        return [
             {
                 "temperature": t,
                 "requests": requests,
@@ -105,14 +119,6 @@ def run_eval(options: EvalOptions) -> Figures:
             for t, source in kinds.items()
             for requests in options.concurrency
         ]
-    return {
-        "provenance": provenance(),
-        "engine": asdict(config),
-        "options": {**options_json(options), "prompts": str(suite.path), "num_prompts": count},
-        "suite": {"name": suite.name, "prompts": count, **drafts},
-        "acceptance": acceptance,
-        "points": speed,
-    }
 
 
 def suite_requests(
@@ -172,8 +178,10 @@ def measure_acceptance(
 
 
 def acceptance_of(answers: Sequence[AnswerRecord], depth: int) -> Acceptance | None:
-    """`depth`: most drafts that a block can accept; a tree has more."""
-    length = _tokens_per_step([answer.blocks for answer in answers])
+    """`depth`: most drafts that a block can accept; a tree has more. None without verified blocks."""
+    blocks = [_verified(answer.blocks) for answer in answers]
+    fresh = [_verified(blocks_before_repetition(answer)) for answer in answers]
+    length = _tokens_per_step(blocks)
     if length is None:
         return None
     sums = [Sums.of(answer.blocks) for answer in answers]
@@ -181,19 +189,22 @@ def acceptance_of(answers: Sequence[AnswerRecord], depth: int) -> Acceptance | N
     shares = (ratio_of_sums(at("accepted", i), at("drafted", i), 0.0, 1.0) for i in range(longest))
     return Acceptance(
         num_prompts=len(answers),
-        num_repeating=sum(num_fresh_tokens(answer.token_ids) < len(answer.token_ids) for answer in answers),
-        num_blocks=sum(one.num_verified for one in sums),
+        num_blocks=sum(map(len, blocks)),
+        num_fresh_blocks=sum(map(len, fresh)),
         tokens_per_step=length,
+        fresh_tokens_per_step=_tokens_per_step(fresh),
         by_position=tuple(share for share in shares if share is not None),
-        before_repetition=_tokens_per_step([blocks_before_repetition(answer) for answer in answers]),
     )
 
 
+def _verified(blocks: Sequence[DraftBlock]) -> list[DraftBlock]:
+    return [block for block in blocks if block.num_drafted]
+
+
 def _tokens_per_step(blocks_of_answers: Sequence[Sequence[DraftBlock]]) -> RatioEstimate | None:
-    """Return the tokens of a verified block, those that its answer has: none after an end token."""
-    verified = [[block for block in blocks if block.num_drafted] for blocks in blocks_of_answers]
-    num_tokens = [sum(block.num_tokens for block in blocks) for blocks in verified]
-    return ratio_of_sums(num_tokens, [len(blocks) for blocks in verified], minimum=1.0)
+    """Return the tokens of a block, those that its answer has: none after an end token."""
+    num_tokens = [sum(block.num_tokens for block in blocks) for blocks in blocks_of_answers]
+    return ratio_of_sums(num_tokens, [len(blocks) for blocks in blocks_of_answers], minimum=1.0)
 
 
 def blocks_before_repetition(answer: AnswerRecord) -> list[DraftBlock]:

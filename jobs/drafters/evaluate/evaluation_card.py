@@ -19,7 +19,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from ....actors.system.atomic_files import write_atomically, write_json
 from ....cluster.errors import ConfigError
 from ....cluster.records.repetition import REPEATED_TOKENS
-from ...bench.common.idle_check import print_warning
+from ...bench.common.idle_check import idleness_warning, print_warning
 from ...common.plots import Picture, can_plot, draw_shares, rows_size, write_svgs
 from ...common.tables import NO_FIGURE, print_table
 from ..common.drafter_files import CARD_FILE
@@ -34,23 +34,25 @@ _CARD = """\
 ---
 # {drafter}, evaluated
 
-Drafts for `{target}`; suite `{suite}`, {prompts} prompts, at most {max_tokens} new tokens each. Measured on
-{machine}, {date}, by `manta drafter eval`{settings}.
+Drafts for `{target}`.
 
 ## Acceptance
 
-Every step drafts and verifies whole {drafts}; answers stop at an end-of-sequence token. *Length* is
-the mean acceptance length: tokens of a step with drafts, including the bonus token. *Fresh* is the same up to
-an answer's first repetition of {repeated_tokens} tokens, because repetition is easy to draft; *repeat* is the
-share of answers with one. Intervals are 95 % confidence intervals with prompts as sampling units (steps of
-one answer are correlated): linearized ratio of sums, Student's t.
+Suite `{suite}`, {prompts} prompts, at most {max_tokens} new tokens each; {machine}, {date}, by
+`manta drafter eval`{settings}. Every step drafts and verifies whole {drafts}, and answers stop at an
+end-of-sequence token. *Length* is the mean acceptance length: tokens of a step with drafts, including the
+bonus token. *Fresh* is the same up to an answer's first repetition of {repeated_tokens} tokens, because
+repetition is easy to draft; *fresh steps* is the share of the steps before it. Intervals are 95 % confidence
+intervals with prompts as sampling units (steps of one answer are correlated): linearized ratio of sums,
+Student's t.
 
 {acceptance}
 
 {by_draft}
 
 {picture}{positions}
-
+"""
+_SPEED = """
 ## Speed
 
 The engine as it serves, with adaptive draft lengths, against plain decoding on the same prompts, alternating
@@ -107,11 +109,12 @@ def print_evaluation(figures: Figures) -> None:
             for name, each in found.items()
         }
         print_table(f"Acceptance by draft, {temperature}", *_by_draft("category", shares))
-    print_table("Speed", _SPEED_COLUMNS, _speed_rows(figures))
-    print_warning([point["idleness"] for point in figures["points"]])
+    if figures["points"]:
+        print_table("Speed", _SPEED_COLUMNS, _speed_rows(figures))
+        print_warning(_idleness(figures))
 
 
-_LENGTH_COLUMNS = ["95 %", "fresh", "95 %", "repeat"]  # after the length itself
+_LENGTH_COLUMNS = ["95 %", "fresh", "95 %", "fresh steps"]  # after the length itself
 _SPEED_COLUMNS = [
     *("temperature", "requests at once", "plain tok/s", "tok/s", "speed-up", "95 %", "tok/step"),
     "identical output",
@@ -135,12 +138,12 @@ def _speed_rows(figures: Figures) -> list[list[str]]:
 
 
 def _length_cells(found: Figures) -> list[str]:
-    """Return the lengths of whole answers and of fresh text with their intervals, and how many repeat."""
-    lengths = found["tokens_per_step"], found["tokens_per_step_before_repetition"]
+    """Return the lengths of whole answers and of fresh text with their intervals, and the fresh share."""
+    lengths = found["tokens_per_step"], found["fresh_tokens_per_step"]
     cells = (
         [NO_FIGURE] * 2 if each is None else [f"{each['value']:.2f}", _range(each, 2)] for each in lengths
     )
-    return [*chain.from_iterable(cells), f"{found['repeating_prompts'] / found['prompts']:.0%}"]
+    return [*chain.from_iterable(cells), f"{found['fresh_blocks'] / found['blocks']:.0%}"]
 
 
 def _range(estimate: Figures, digits: int) -> str:
@@ -151,8 +154,11 @@ def _range(estimate: Figures, digits: int) -> str:
 
 def _card(figures: Figures, *, has_picture: bool) -> str:
     provenance, engine = figures["provenance"], figures["engine"]
+    speed = _SPEED.format(speed=_markdown(_SPEED_COLUMNS, _speed_rows(figures)))
+    if warning := idleness_warning(_idleness(figures)):
+        speed += f"\n{warning}\n"
     machine = provenance["gpu"] or f"{provenance['cpu']}, {provenance['cores']} cores"
-    return _CARD.format(
+    card = _CARD.format(
         metadata=_metadata(figures).to_yaml().strip(),
         drafter=_name(_drafter(figures)),
         target=_name(engine["model"]),
@@ -168,8 +174,12 @@ def _card(figures: Figures, *, has_picture: bool) -> str:
         acceptance=_acceptance_table(figures),
         picture="![Acceptance by category and draft](card.svg)\n\n" if has_picture else "",
         positions=_position_table(figures),
-        speed=_markdown(_SPEED_COLUMNS, _speed_rows(figures)),
     )
+    return card + speed if figures["points"] else card
+
+
+def _idleness(figures: Figures) -> list[Figures]:
+    return [point["idleness"] for point in figures["points"]]
 
 
 def _metadata(figures: Figures) -> ModelCardData:
@@ -188,6 +198,15 @@ def _metadata(figures: Figures) -> ModelCardData:
         )
         for at in figures["acceptance"]
         for name, found in at["categories"].items()
+    ]
+    results += [
+        result(
+            "mean_acceptance_length",
+            f"{what} before repetitions, {OVERALL}, temperature {at['temperature']:g}",
+            fresh["value"],
+        )
+        for at in figures["acceptance"]
+        if (fresh := at["categories"][OVERALL]["fresh_tokens_per_step"]) is not None
     ]
     results += [
         result(

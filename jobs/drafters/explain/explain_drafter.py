@@ -69,6 +69,7 @@ class CardCurves:
 def explain_drafter(options: ExplainOptions) -> Explanation:
     """Raises DatasetError if the traffic has no verified blocks."""
     files = open_drafter(options.drafter)
+    figures = _card_figures(files, options.card)
     target_folder = resolve_checkpoint(options.target, field="target")
     config = _fixed_lengths(options.drafter, options.target)
     with open_llm(config) as llm:
@@ -77,7 +78,7 @@ def explain_drafter(options: ExplainOptions) -> Explanation:
         reader = TrafficReader(llm.tokenizer, chat, generation, options.temperature, options.max_tokens)
         rows = reader.read(options.data, options.num_prompts)
         groups = [group for found in measure_blocks(llm, chat, rows).values() for group in found]
-        card = _card_of(files, options.card, llm.info.num_speculative_tokens)
+        card = _curves_of(figures, files, llm.info.num_speculative_tokens)
         control_rows, note = _control_rows(card, reader)
         control = measure_blocks(llm, chat, control_rows) if control_rows else {}
     others = [group for found in control.values() for group in found]
@@ -115,17 +116,26 @@ def _fixed_lengths(drafter: str, target: str) -> EngineConfig:
     return replace(config, speculative_config=spec, max_num_seqs=_AT_ONCE)
 
 
-def _card_of(files: DrafterFiles[AnyConfig], given: Path | None, num_drafts: int) -> CardCurves | None:
-    """Return the curves of card.json, or of the lengths in README.md; None without either."""
+def _card_figures(files: DrafterFiles[AnyConfig], given: Path | None) -> Mapping[str, Any] | None:
+    """Return the given card.json, or that in the drafter's folder; None without either."""
     path = given or files.folder / CARD_FILE
-    if given is not None or path.is_file():
-        figures = read_card(path)
-        if settings := figures["options"].get("speculative_config"):
-            raise ConfigError(
-                f"card={str(path)!r} was measured with speculative_config {settings}, and traffic is run "
-                "without it. Give a card that was made without --speculative-config.",
-                param="card",
-            )
+    if given is None and not path.is_file():
+        return None
+    figures = read_card(path)
+    if settings := figures["options"].get("speculative_config"):
+        raise ConfigError(
+            f"card={str(path)!r} was measured with speculative_config {settings}, and traffic is run without "
+            "it. Give a card that was made without --speculative-config.",
+            param="card",
+        )
+    return figures
+
+
+def _curves_of(
+    figures: Mapping[str, Any] | None, files: DrafterFiles[AnyConfig], num_drafts: int
+) -> CardCurves | None:
+    """Return the curves of card.json, or of the lengths in README.md; None without either."""
+    if figures is not None:
         at = min(figures["acceptance"], key=lambda each: each["temperature"])
         curves = {
             name: tuple(accumulate((share["value"] for share in found["by_position"]), min))

@@ -149,8 +149,8 @@ def test_the_acceptance_curve_is_found(card: Path) -> None:
             assert shares == pytest.approx(SURVIVAL, abs=0.1)
             length = reported["tokens_per_step"]
             assert length["low"] < 1 + sum(SURVIVAL) < length["high"]
-            assert reported["tokens_per_step_before_repetition"] == length, "the tokens are random"
-            assert reported["repeating_prompts"] == 0
+            assert reported["fresh_tokens_per_step"] == length, "the tokens are random"
+            assert reported["fresh_blocks"] == reported["blocks"]
         blocks = [at["categories"][name]["blocks"] for name in ("overall", "x", "y")]
         assert blocks[0] == blocks[1] + blocks[2]
 
@@ -165,10 +165,10 @@ def test_a_block_counts_before_a_repetition_if_its_first_token_does() -> None:
     fresh.blocks = [DraftBlock(0.0, 1, 0, 0), DraftBlock(0.0, 2, 3, 1)]
     assert blocks_before_repetition(fresh) == fresh.blocks
     found = acceptance_of([answer, fresh], depth=3)
-    assert found is not None and found.before_repetition is not None
-    assert (found.num_prompts, found.num_repeating, found.num_blocks) == (2, 1, 6)
+    assert found is not None and found.fresh_tokens_per_step is not None
+    assert (found.num_prompts, found.num_blocks, found.num_fresh_blocks) == (2, 6, 4)
     assert found.tokens_per_step.value == (1 + 3 + 2 + 4 + 2 + 2) / 6
-    assert found.before_repetition.value == (1 + 3 + 2 + 2) / 4
+    assert found.fresh_tokens_per_step.value == (1 + 3 + 2 + 2) / 4
 
 
 def test_a_bonus_token_that_an_ended_answer_does_not_have_is_not_counted() -> None:
@@ -196,6 +196,7 @@ def test_the_card_is_readable_by_the_hub_and_the_planner(card: Path) -> None:
     by_name = {result.metric_name: result.metric_value for result in results}
     overall = [at["categories"]["overall"]["tokens_per_step"]["value"] for at in figures["acceptance"]]
     assert [by_name[f"tokens per step, overall, temperature {t}"] for t in (0, 1)] == overall
+    assert by_name["tokens per step before repetitions, overall, temperature 0"] == overall[0]
     assert sum(result.metric_type == "speedup" for result in results) == 4
     (card / "card.md").rename(card / "README.md")
     assert min_card_length(card) == pytest.approx(min(overall), abs=0.006)
@@ -231,7 +232,7 @@ def test_a_card_says_that_trees_were_measured(
     pair: tuple[Path, Path], suite: Path, card: Path, tmp_path: Path
 ) -> None:
     tree = {"tree_width": 3, "tree_size": 12}
-    words = ["--suite", suite, "-o", tmp_path, "--concurrency", 3, "--rounds", 1, "--max-tokens", 96]
+    words = ["--suite", suite, "-o", tmp_path, "--concurrency", 3, "--rounds", 0, "--max-tokens", 96]
     with simulated_engines():
         given = ["--temperature", 0, "-sc", json.dumps(tree)]
         code, said = run("eval", pair[1], "--target", pair[0], *words, *given)
@@ -243,15 +244,17 @@ def test_a_card_says_that_trees_were_measured(
     assert "chains of 5 drafts" in (tmp_path / "chains" / "card.md").read_text()
     text = (tmp_path / "card.md").read_text()
     assert json.dumps(tree) in text and "trees of 12 drafts" in text and "tokens per step of trees" in text
+    assert figures["points"] == [] and "Speed" not in said + text, "no round was asked for"
     trees = figures["acceptance"][0]["categories"]["overall"]
     assert len(trees["by_position"]) == 5, "by depth, not by node"
     assert trees["tokens_per_step"]["low"] > 1 + sum(SURVIVAL), "alternatives are accepted, too"
     with simulated_engines():
         assert list(check_card(str(pair[1]), str(pair[0]), tmp_path / "card.json", device="cpu")) == []
+    explain = ExplainOptions(
+        drafter=str(pair[1]), target=str(pair[0]), data=suite, card=tmp_path / "card.json"
+    )
     with pytest.raises(ConfigError, match="--speculative-config"):
-        explain_drafter(
-            ExplainOptions(drafter=str(pair[1]), target=str(pair[0]), data=suite, card=tmp_path / "card.json")
-        )
+        explain_drafter(explain)
 
 
 @pytest.mark.slow
@@ -260,7 +263,8 @@ def test_acceptance_of_a_real_pair_is_that_of_the_engines_steps(
     shipped_pair: tuple[Path, Path], settings: dict[str, int], tmp_path: Path
 ) -> None:
     target, drafter = map(str, shipped_pair)
-    words = ["--num-prompts", 10, "-o", tmp_path, "--concurrency", 1, "--rounds", 1, "--max-tokens", 60]
+    rounds = 0 if settings else 1
+    words = ["--num-prompts", 10, "-o", tmp_path, "--concurrency", 1, "--rounds", rounds, "--max-tokens", 60]
     code, said = run("eval", drafter, "-m", target, *words, "-t", 0, "-sc", json.dumps(settings))
     assert code == 0 and "overall" in said, said
     figures = read_card(tmp_path / "card.json")
@@ -287,11 +291,11 @@ def test_acceptance_of_a_real_pair_is_that_of_the_engines_steps(
                 num_before += step.num_tokens
         assert reported["blocks"] == sum(step.num_drafted > 0 for step in steps)
         assert reported["tokens_per_step"]["value"] == tokens_per_step(steps)
-        assert reported["tokens_per_step_before_repetition"]["value"] == tokens_per_step(fresh_steps)
-    assert figures["points"][0]["identical"]
+        assert reported["fresh_tokens_per_step"]["value"] == tokens_per_step(fresh_steps)
+    assert all(point["identical"] for point in figures["points"]) and len(figures["points"]) == rounds
     overall = figures["acceptance"][0]["categories"]["overall"]
     assert len(overall["by_position"]) == figures["suite"]["num_speculative_tokens"]
-    assert overall["tokens_per_step"]["value"] > 2 and overall["repeating_prompts"] > 0
+    assert overall["tokens_per_step"]["value"] > 2 and overall["fresh_blocks"] < overall["blocks"]
 
 
 def starts_to_repeat(answer: Sequence[int], place: int) -> bool:
@@ -332,7 +336,7 @@ def test_wrong_arguments_are_named(
         assert name in raised(*words, suite, "-sc", json.dumps({name: value}))
     assert "tree_width" in raised(*words, suite, "-sc", '{"tree_width": 0}')
     with pytest.raises(ConfigError, match="rounds"):
-        EvalOptions(drafter="d", target="t", rounds=0)
+        EvalOptions(drafter="d", target="t", rounds=-1)
 
 
 def test_suites_of_the_package_are_found_from_any_folder(
