@@ -328,14 +328,15 @@ def demo(options: DemoOptions) -> None:
 @with_flags
 def doctor(
     options: DoctorOptions,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report as JSON, not as a table.")
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print a table of all findings, not a summary.")
     ] = False,
 ) -> None:
     """Report what this machine has and what Manta uses of it, and check that it computes correctly.
 
     Compares kernels with fp64 and speculation with plain decoding token by token, and measures bandwidth.
-    Needs neither Ray nor HTTP. Exit code 1 if a check failed; the table says what to do.
+    Needs neither Ray nor HTTP. Exit code 1 if a check failed, with what to do.
     """
     with counting("loading PyTorch and the compiled loops", say):
         from .doctor.doctor_run import print_report, run_doctor
@@ -344,7 +345,7 @@ def doctor(
     if as_json:
         print(json.dumps(report, indent=2, ensure_ascii=False))
     else:
-        print_report(report)
+        print_report(report, verbose=verbose)
     if report["failed"]:
         raise typer.Exit(1)
 

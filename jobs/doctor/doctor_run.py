@@ -1,4 +1,4 @@
-"""`manta doctor`: runs all checks, in this process without Ray or HTTP, and prints one table.
+"""`manta doctor`: runs all checks, in this process without Ray or HTTP, and prints a summary or a table.
 
 machine       hardware and software                                  machine.py
 Manta uses    backend for the pair, and why not the others           machine.py
@@ -15,7 +15,8 @@ rates         bandwidth and FLOP rate                                device_rate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,12 @@ from .pair_check import NO_GPU, pair_checks
 
 _ROOT = Path(__file__).resolve().parents[2]  # root of a checkout
 Report = dict[str, Any]  # Any: JSON
+# Lines of the summary: title, group of the findings, and their names with the label before each.
+_SUMMARY = (
+    ("machine", "machine", (("CPU", ""), ("cores", "cores"), ("free RAM", "free RAM"), ("GPU", "GPU"))),
+    ("software", "machine", (("PyTorch", "PyTorch"), ("CUDA", "CUDA"), ("Triton", "Triton"), ("Ray", "Ray"))),
+    ("Manta uses", "Manta uses", (("device", ""), ("dtype", ""), ("attention backend", "backend"))),
+)
 
 
 def run_doctor(options: DoctorOptions) -> Report:
@@ -61,8 +68,40 @@ def run_doctor(options: DoctorOptions) -> Report:
     return report
 
 
-def print_report(report: Report) -> None:
+def print_report(report: Report, *, verbose: bool) -> None:
+    """Print a summary, or with `verbose` each finding, then what to do about failures and the verdict."""
     findings = report["findings"]
+    if verbose:
+        _print_findings(findings)
+    else:
+        print("\n".join(_summary(findings)))
+    for finding in findings:
+        if finding["status"] == "failed":
+            name = f"{finding['group']}: {finding['name']}"
+            print(f"{name} failed ({finding['measured']}). What to do: {finding['remedy']}.")
+    seconds = sum(finding["seconds"] for finding in findings)
+    more = "" if verbose else "; --verbose shows each"
+    print(f"{report['failed'] or 'Nothing'} failed of {len(findings)} lines, in {seconds:.0f} s{more}.")
+
+
+def _summary(findings: Sequence[Mapping[str, Any]]) -> Iterator[str]:  # Any: JSON
+    """Yield a line for each part of the report that has findings."""
+    facts = {(each["group"], each["name"]): each["measured"] for each in findings}
+    for title, group, names in _SUMMARY:
+        found = [f"{label} {facts[group, name]}".strip() for name, label in names if (group, name) in facts]
+        if found:
+            yield f"{title}: {', '.join(found)}"
+    checks = [each for each in findings if each["status"] != "fact" and each["group"] != "rates"]
+    counts = Counter(each["status"] for each in checks)
+    if checks:
+        skipped = f", {counts['skipped']} are not for this machine" if counts["skipped"] else ""
+        yield f"checks: {counts['ok']} passed{skipped}"
+    rates = [f"{each['name']} {each['measured']}" for each in findings if each["group"] == "rates"]
+    if rates:
+        yield f"measured: {', '.join(rates)}"
+
+
+def _print_findings(findings: Sequence[Mapping[str, Any]]) -> None:  # Any: JSON
     rows = [
         [
             f"{f['group']}: {f['name']}",
@@ -73,11 +112,6 @@ def print_report(report: Report) -> None:
         for f in findings
     ]
     print_table("manta doctor", ["", "status", "measured", "bound"], rows, num_left=4)
-    for finding in findings:
-        if finding["status"] == "failed":
-            print(f"{finding['group']}: {finding['name']} failed. What to do: {finding['remedy']}.")
-    seconds = sum(finding["seconds"] for finding in findings)
-    print(f"{report['failed'] or 'Nothing'} failed of {len(findings)} lines, in {seconds:.0f} s.")
 
 
 def _examine(check: Check, wait: Wait) -> Finding:

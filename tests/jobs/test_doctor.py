@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -292,12 +292,36 @@ def test_the_table_shows_failures_and_remedies(
 
     monkeypatch.setattr(run, "_checks", checks)
     with pytest.raises(SystemExit) as ended:
-        main(["doctor", "-o", str(tmp_path / "out" / "report.json")])
+        main(["doctor", "--verbose", "-o", str(tmp_path / "out" / "report.json")])
     assert ended.value.code == 1
     said = capsys.readouterr().out
     assert "[gpu]" in said and "no such kernel" in said and "What to do: reboot." in said
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["failed"] == 1 and "KeyError" in report["findings"][1]["trace"]
+
+
+def test_a_healthy_machine_is_six_lines_and_a_failure_says_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = [("machine", "CPU"), ("machine", "cores"), ("machine", "GPU"), ("machine", "PyTorch")]
+    names += [("machine", "Ray"), ("Manta uses", "dtype"), ("Manta uses", "not torch")]
+    findings = [Finding(group, name, "fact", f"<{name}>") for group, name in names]
+    findings += [Finding("loops", str(i), "ok", "1 ulp") for i in range(7)]
+    findings += [Finding("steps", "kernels", "skipped", "no GPU"), Finding("rates", "copy", "fact", "9 GB/s")]
+    report = {"findings": [asdict(each) for each in findings], "failed": 0}
+    run.print_report(report, verbose=False)
+    assert capsys.readouterr().out.splitlines() == [
+        "machine: <CPU>, cores <cores>, GPU <GPU>",
+        "software: PyTorch <PyTorch>, Ray <Ray>",
+        "Manta uses: <dtype>",
+        "checks: 7 passed, 1 are not for this machine",
+        "measured: copy 9 GB/s",
+        "Nothing failed of 16 lines, in 0 s; --verbose shows each.",
+    ]
+    bad = Finding("loops", "norm", "failed", "9 ulp", remedy="reboot")
+    run.print_report({"findings": [asdict(each) for each in (*findings, bad)], "failed": 1}, verbose=False)
+    said = capsys.readouterr().out
+    assert "loops: norm failed (9 ulp). What to do: reboot." in said and "1 failed of 17 lines" in said
 
 
 def test_a_part_whose_description_fails_ends_no_other(monkeypatch: pytest.MonkeyPatch):
