@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
 from starlette.types import Lifespan
 
@@ -83,9 +84,15 @@ def create_app(
         responses=RESPONSES,
         static_url="/docs/assets",
     )
-    generation = (completion_routes, chat_routes, response_routes, message_routes)
-    for routes in (*generation, model_routes, tokenization_routes):
-        app.include_router(routes(frontend))
+    for routes_of, tag in (
+        (completion_routes, "OpenAI"),
+        (chat_routes, "OpenAI"),
+        (response_routes, "OpenAI"),
+        (message_routes, "Anthropic"),
+        (model_routes, "Models and tokens"),
+        (tokenization_routes, "Models and tokens"),
+    ):
+        app.include_router(_summarized(routes_of(frontend)), tags=[tag])
 
     async def metrics_text() -> bytes:
         return telemetry.render()
@@ -95,10 +102,13 @@ def create_app(
         kv_usage = round(stats.kv_usage, 4)
         return {"running": stats.running, "waiting": stats.waiting, "kv_usage": kv_usage}
 
-    app.include_router(operation_routes(traffic, engine.check_health, metrics_text, load_now))
-    app.include_router(explain_routes(engine, replica))
-    app.include_router(file_routes(batches))
-    app.include_router(batch_routes(batches, settings.tenants))
+    for routes, tag in (
+        (operation_routes(traffic, engine.check_health, metrics_text, load_now), "Operation"),
+        (explain_routes(engine, replica), "Operation"),
+        (file_routes(batches), "Batches"),
+        (batch_routes(batches, settings.tenants), "Batches"),
+    ):
+        app.include_router(_summarized(routes), tags=[tag])
     if settings.ui:
 
         def first_prompt() -> str | None:
@@ -119,6 +129,14 @@ def create_app(
     )
     add_middleware(app, settings, gate)
     return app
+
+
+def _summarized(routes: APIRouter) -> APIRouter:
+    """Take the summaries that /docs shows from the docstrings' first lines, not from names of functions."""
+    for route in routes.routes:
+        if isinstance(route, APIRoute):
+            route.summary = route.description.partition("\n")[0].rstrip(".")
+    return routes
 
 
 def create_check_app(engine: AsyncEngine, replica: str) -> FastAPI:

@@ -46,7 +46,7 @@ Report = dict[str, Any]  # Any: JSON
 # Lines of the summary: title, group of the findings, and their names with the label before each.
 _SUMMARY = (
     ("machine", "machine", (("CPU", ""), ("cores", "cores"), ("free RAM", "free RAM"), ("GPU", "GPU"))),
-    ("software", "machine", (("PyTorch", "PyTorch"), ("CUDA", "CUDA"), ("Triton", "Triton"), ("Ray", "Ray"))),
+    ("software", "machine", (("PyTorch", "PyTorch"), ("Triton", "Triton"), ("Ray", "Ray"))),
     ("Manta uses", "Manta uses", (("device", ""), ("dtype", ""), ("attention backend", "backend"))),
 )
 

@@ -110,6 +110,18 @@ def test_the_api_documentation_needs_no_other_server(server: LiveServer, page: s
         assert "https://cdn" not in html
 
 
+def test_each_route_of_the_documentation_has_a_tag_and_a_sentence(server: LiveServer) -> None:
+    with http_client(server.url, KEY) as http:
+        paths = http.get("/openapi.json").json()["paths"]
+    found = [operation for methods in paths.values() for operation in methods.values()]
+    assert len(found) >= 25 and all(len(each["tags"]) == 1 for each in found)
+    tags = {tag for each in found for tag in each["tags"]}
+    assert tags == {"OpenAI", "Anthropic", "Models and tokens", "Operation", "Batches"}
+    assert all(" " in each["summary"] and not each["summary"].istitle() for each in found), (
+        "no function's name"
+    )
+
+
 def wait_for(browser: Browser, what: str) -> Any:
     """Return the value of a script once it is true on the page."""
     found: list[Any] = []
