@@ -3,8 +3,8 @@
 `data/published_corpus.json` holds keys and values of config.json, tokenizer_config.json and ModelOpt's
 hf_quant_config.json with the source of each. An entry is written as the changes to another one that it is
 `like`, which is of the corpus or of published_configs.json. Long lists and texts (templates) are left out.
-`python -m support.published.corpus`, run in tests/, writes the table of docs/benchmarks/published-files.md that is compared by
-test_published_corpus.py.
+`python -m support.published.corpus`, run in tests/, writes the table of docs/benchmarks/published-files.md,
+which test_published_corpus.py compares.
 """
 
 from __future__ import annotations
