@@ -6,18 +6,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from ...cluster.fleet.router import hash_chain
 from ...cluster.request.caller import Caller
 from ..http.middleware.api_keys import caller_of
-from ..http.wire.json_io import parsed, take_request_id
+from ..http.wire.json_io import Integer, parsed, take_request_id
 
 SESSION_HEADER = "x-session-id"
 SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 # Fields with the beginning of a conversation outside its messages: /v1/messages, /v1/responses.
 BEFORE = ("system", "instructions")
+
+_COUNT = TypeAdapter[int](Integer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,12 @@ def _make_hints(headers: Headers, fields: Any, caller: Caller) -> RoutingHints: 
 
 
 def _num_completions(fields: dict[str, Any]) -> int:
-    prompt, n = fields.get("prompt"), fields.get("n")
-    each = n if isinstance(n, int) and n > 0 else 1
+    """Return the number that a replica will compute; 1 if it will refuse the request."""
+    prompt = fields.get("prompt")
+    try:
+        each = max(1, _COUNT.validate_python(fields.get("n") or 1))
+    except ValidationError:
+        return 1
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         return each * len(prompt)
     return each

@@ -29,6 +29,7 @@ from ....cluster.request.request import SamplingParams
 from ...http.protocol.chat_completion import ChatRequest
 from ...http.protocol.completion import OPENAI_MAX_TOKENS, CompletionRequest
 from ...http.protocol.protocol import check_extra_fields
+from ...http.wire.json_io import NUMBERS_IN_TEXT
 from ...http.wire.request_model import unknown_fields
 from ...tokenization.client_messages import loads, replace_escapes
 from ...tokenization.generation_config import DEFAULT_MAX_TOKENS, GenerationDefaults
@@ -195,7 +196,8 @@ def read_request(
     body = {**layout.defaults, **body}
     if body.get("seed") is None:
         body["seed"] = row_seed(layout.seed, row or row_id(record, layout))
-    request = _validated(ChatRequest if url == CHAT_URL else CompletionRequest, body)
+    model = ChatRequest if url == CHAT_URL else CompletionRequest
+    request = _validated(model, body, NUMBERS_IN_TEXT if layout.kind == "dataset" else None)
     if isinstance(request, CompletionRequest) and len(request.prompt) != 1:
         raise RequestError("prompt: a row has one prompt; give each prompt its own row.", param="prompt")
     limit = DEFAULT_MAX_TOKENS
@@ -412,10 +414,10 @@ def _canonical(record: Record) -> str | bytes:
 
 
 def _validated(
-    model: type[ChatRequest] | type[CompletionRequest], body: dict[str, Any]
+    model: type[ChatRequest] | type[CompletionRequest], body: dict[str, Any], context: str | None
 ) -> ChatRequest | CompletionRequest:
     try:
-        return model.model_validate(body)
+        return model.model_validate(body, context=context)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or None

@@ -13,7 +13,7 @@ from ...chat.text_stream import NO_PIECE, AnswerDelta
 from ...engine.outputs import CompletionOutput
 from ...tokenization.generation_config import GenerationDefaults
 from ...tokenization.prompts import EncodedPrompt, Prompt
-from ..wire.json_io import JsonObject, are_ids
+from ..wire.json_io import Integer, JsonObject, are_ids
 from .logprobs import completion_logprobs
 from .protocol import GenerationRequest, no_boolean
 
@@ -56,7 +56,7 @@ class CompletionRequest(GenerationRequest):
     """
 
     prompt: Annotated[list[TextOrIds], PlainValidator(_prompt_list, json_schema_input_type=Prompts)]
-    logprobs: Annotated[int | None, BeforeValidator(no_boolean("logprobs"))] = None
+    logprobs: Annotated[Integer | None, BeforeValidator(no_boolean("logprobs"))] = None
 
     echo: bool = False
 

@@ -236,7 +236,7 @@ class GenerationRequest(RequestModel):
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_not_many_biases)] = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
-    prompt_logprobs: Annotated[int | None, BeforeValidator(no_boolean("prompt_logprobs"))] = None
+    prompt_logprobs: Annotated[Integer | None, BeforeValidator(no_boolean("prompt_logprobs"))] = None
     thinking_token_budget: Integer | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

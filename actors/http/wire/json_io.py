@@ -8,9 +8,10 @@ far more per million strings or objects, which are then validated one by one. So
 counted first; bodies with too many are refused, others are parsed in slices (`incremental_json.py`) and
 validated in a thread.
 
-pydantic reads numbers from text, as rows of CSV need it; it would also read `true` as 1, which is refused
-here. Valid lists of token ids are neither looped over in Python nor copied. They are checked in slices, so
-that a thread lets the event loop run in between.
+Numbers are JSON's: text ("128", "1_2_8") and `true`, which pydantic reads as numbers, too, are refused. Only
+rows of a dataset have numbers as text (`NUMBERS_IN_TEXT`). A gateway counts a request's completions by the
+same validator (`actors/gateway/routing_hints.py`). Valid lists of token ids are neither looped over in Python
+nor copied. They are checked in slices, so that a thread lets the event loop run in between.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     ValidationError,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
 )
@@ -194,9 +196,15 @@ def no_booleans(types: set[type]) -> None:
         raise PydanticCustomError("number_type", "Input should be numbers, not true or false")
 
 
-def _number(value: Any) -> Any:
+# Context of a validation in which numbers may be text, as all values of CSV are.
+NUMBERS_IN_TEXT = "numbers in text"
+
+
+def _number(value: Any, info: ValidationInfo) -> Any:
     if isinstance(value, bool):
         raise PydanticCustomError("number_type", "Input should be a number, not true or false")
+    if isinstance(value, str) and info.context != NUMBERS_IN_TEXT:
+        raise PydanticCustomError("number_type", "Input should be a number, not text")
     return value
 
 

@@ -15,6 +15,7 @@ from manta.actors.http.protocol.completion import CompletionRequest
 from manta.actors.http.protocol.protocol import REFUSED, GenerationRequest, check_extra_fields
 from manta.actors.http.responses.request import ResponsesRequest
 from manta.actors.http.wire.errors import ClientDisconnectedError, error_response, public_error
+from manta.actors.http.wire.json_io import NUMBERS_IN_TEXT
 from manta.actors.http.wire.sse import cancel_on_disconnect
 from manta.actors.observability.prometheus_text import family_of
 from manta.actors.observability.telemetry import acceptance_line, engine_line
@@ -95,9 +96,15 @@ def test_a_boolean_is_no_number(model: type[BaseModel], body: dict[str, Any]) ->
         model.model_validate(body)
 
 
-def test_numbers_may_be_text_as_in_csv_rows() -> None:
-    request = CompletionRequest.model_validate({"prompt": "x", "max_tokens": "7", "temperature": "0.5"})
-    assert (request.max_tokens, request.temperature) == (7, 0.5)
+@pytest.mark.parametrize(
+    "fields",
+    [{"n": "2"}, {"max_tokens": "1_0"}, {"temperature": "0.5"}, {"speculative": {"max_tokens": "3"}}],
+)
+def test_numbers_are_text_only_in_rows_of_a_dataset(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="a number, not text"):
+        CompletionRequest.model_validate({"prompt": "x", **fields})
+    read = CompletionRequest.model_validate({"prompt": "x", **fields}, context=NUMBERS_IN_TEXT)
+    assert read.model_fields_set > {"prompt"}
 
 
 def test_a_single_stop_string_becomes_a_list() -> None:

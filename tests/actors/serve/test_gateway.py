@@ -25,15 +25,20 @@ from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.gateway.app import create_gateway
 from manta.actors.gateway.replica_registry import Directory, ReplicaRecord
 from manta.actors.gateway.replica_set import Fleet, Member, ServedModel
+from manta.actors.gateway.routing_hints import read_hints
 from manta.actors.gateway.stream_resume import ResumableStream
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation.resume_origin import ResumeOrigin, token_comment
 from manta.actors.http.middleware import request_body as bodies
+from manta.actors.http.protocol.completion import CompletionRequest
 from manta.actors.http.wire.sse import KEEP_ALIVE
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import EngineDeadError, NoReplicaError, OverloadedError
+from manta.cluster.request.caller import Caller
 from manta.cluster.step.scheduler_output import SchedulerOutput
+from pydantic import ValidationError
+from starlette.requests import Request
 from support.checkpoints.chat_pairs import ARGUMENTS, HERMES, SAID, TOOLS, chat_config, saying
 from support.checkpoints.text_pair import make_text_pair, tiny_settings
 from support.engines.passing_executor import PassingExecutor
@@ -64,6 +69,25 @@ def stand(config: EngineConfig) -> Iterator[GatewayStand]:
 def http(stand: GatewayStand) -> Iterator[httpx.Client]:
     with http_client(stand.url, "key") as client:
         yield client
+
+
+NUMBERS = st.none() | st.booleans() | st.integers(-2, 200) | st.floats(-2, 200) | st.integers(1, 9).map(float)
+
+
+@given(
+    NUMBERS | st.integers(1, 200).map(str) | st.just("1_2_8"),
+    st.sampled_from(["x", [7], ["x", "y"], [[7], [8]]]),
+)
+def test_a_gateway_counts_as_many_completions_as_a_replica_reads(n: object, prompt: object) -> None:
+    body = json.dumps({"n": n, "prompt": prompt}).encode()
+    state = {"caller": Caller(), "may_rename": False}
+    hints = asyncio.run(read_hints(Request({"type": "http", "headers": [], "state": state}), body))
+    try:
+        request = CompletionRequest.model_validate(json.loads(body))
+    except ValidationError:
+        assert hints.num_completions <= 2, "it is refused by a replica"
+        return
+    assert hints.num_completions == max(1, request.n or 1) * len(request.prompt)
 
 
 def test_shared_prompts_are_routed_to_the_replica_that_computed_them(
