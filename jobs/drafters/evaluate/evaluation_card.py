@@ -56,7 +56,7 @@ _SPEED = """
 ## Speed
 
 The engine as it serves, with adaptive draft lengths, against plain decoding on the same prompts, alternating
-in one run; a turn of both is the sampling unit of the interval.
+in one run; a turn of both is the sampling unit of the interval. *Tok/step* counts steps without drafts, too.
 
 {speed}
 """
