@@ -23,6 +23,7 @@ from ....cluster.batch.leases import LeaseManager
 from ....cluster.batch.row_ranges import RowRanges, count, difference, from_rows, split_off, union
 from ....cluster.errors import EngineDeadError, OutputError, brief_name
 from ...observability.telemetry import BatchLines
+from ...system.key_slots import KeySlots
 from ..dataset.row_reader import Row
 from ..dataset.source import ERRORS
 from ..ledger.output_parts import PART_NAME
@@ -58,7 +59,7 @@ class BatchRun:
     Args:
         opened: closed by `run`.
         answerer: uses the replica's engine.
-        slots: limit of running rows, shared by all batches of the replica.
+        slots: limit of running rows, shared by all batches of the replica; keys take turns.
         on_tail: called when all rows have been started, so slots will become free for another batch.
         count_lines: called with lines that became durable, on the event loop, as is `on_tail`.
     """
@@ -69,7 +70,7 @@ class BatchRun:
         batches: BatchStore,
         files: FileStore,
         answerer: RowAnswerer,
-        slots: asyncio.Semaphore,
+        slots: KeySlots,
         on_tail: Callable[[], None],
         count_lines: Callable[[BatchLines], None],
     ) -> None:
@@ -165,9 +166,9 @@ class BatchRun:
                     if not (rows := await in_thread(self._take)):  # suspected rows wait to run alone
                         await self._written.wait()
                     for row in rows:
-                        await self._slots.acquire()
+                        await self._slots.acquire(self.batch.owner)
                         task = group.create_task(self._answer(row))
-                        task.add_done_callback(lambda _: self._slots.release())
+                        task.add_done_callback(lambda _: self._slots.release(self.batch.owner))
                         await asyncio.sleep(0)  # lets online requests run
                 self.all_started = True
                 self._on_tail()

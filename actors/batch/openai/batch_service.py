@@ -1,9 +1,10 @@
 """The worker of `/v1/batches` in a replica: finds batches that have not ended, and runs them.
 
 All state is in the storage, so a starting replica finds the batches that another left; the holder of a
-ledger's lock runs its batch. A replica takes another batch when its present ones leave slots free, so that
-batches spread over replicas and no engine idles while a batch's last rows run. Runs on the application's
-event loop, with storage and files in threads. Rows yield to online requests.
+ledger's lock runs its batch. The API keys take turns, in opening batches and for the slots of rows. A replica
+takes another batch of a key when those that it has leave slots free, so that batches spread over replicas and
+no engine idles while a batch's last rows run. Runs on the application's event loop, with storage and files in
+threads. Rows yield to online requests.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 
 from ....cluster.errors import EngineDeadError, InUseError, RequestError, brief
 from ....cluster.request.caller import Caller
 from ...chat.chat_model import ChatModel
 from ...engine.async_engine import AsyncEngine
 from ...observability.telemetry import BatchLines
+from ...system.key_slots import KeySlots
 from ...tokenization.generation_config import GenerationDefaults
 from ..dataset.storage import Storage
 from ..ledger.job_spec import model_identity
@@ -69,11 +72,12 @@ class BatchService:
             "generation": asdict(generation),
         }
         self._opener = BatchOpener(self.batches, self.files, names, made_from, max_lines)
-        self._slots = asyncio.Semaphore(max(2, int(IN_FLIGHT * engine.config.max_num_seqs)))
+        self._slots = KeySlots(max(2, int(IN_FLIGHT * engine.config.max_num_seqs)))
         self._count_lines = count_lines
         self._runs: dict[str, BatchRun] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._not_before_s: dict[str, float] = {}
+        self._last_visits_s: dict[str | None, float] = {}  # by owner
         self._wake = asyncio.Event()
 
     def create(self, batch: Batch, caller: Caller) -> None:
@@ -126,12 +130,17 @@ class BatchService:
             self._engine.check_health()
         except EngineDeadError:  # its lines must not be blamed again
             return
-        for batch_id in await asyncio.to_thread(self.batches.queued):
+        has_opened = False
+        for batch_id, owner in self._in_turn(await asyncio.to_thread(self.batches.queued)):
             if batch_id in self._tasks or time.monotonic() < self._not_before_s.get(batch_id, 0.0):
                 continue
+            if has_opened and self._wake.is_set():  # another key may have a new batch: list again
+                return
+            has_opened = True
             opening = asyncio.ensure_future(
-                asyncio.to_thread(self._opener.open, batch_id, has_capacity=self._has_capacity)
+                asyncio.to_thread(self._opener.open, batch_id, has_capacity=self._has_capacity(owner))
             )
+            self._last_visits_s[owner] = time.monotonic()
             try:
                 opened = await asyncio.shield(opening)
             except asyncio.CancelledError:
@@ -149,9 +158,19 @@ class BatchService:
             if opened is not None:
                 self._begin(opened)
 
-    @property
-    def _has_capacity(self) -> bool:
-        return not self._slots.locked() and all(run.all_started for run in self._runs.values())
+    def _in_turn(self, queued: Mapping[str, str | None]) -> list[tuple[str, str | None]]:
+        """Return batches with their owners: the first of each, then the second, as they were last visited."""
+        by_owner: dict[str | None, list[tuple[str, str | None]]] = {}
+        for batch_id, owner in queued.items():
+            by_owner.setdefault(owner, []).append((batch_id, owner))
+        owners = sorted(by_owner, key=lambda owner: self._last_visits_s.get(owner, 0.0))
+        rounds = zip_longest(*(by_owner[owner] for owner in owners))
+        return [each for turn in rounds for each in turn if each is not None]
+
+    def _has_capacity(self, owner: str | None) -> bool:
+        """Return whether another batch of an owner may begin: its first one, or if its others leave slots."""
+        own = [run for run in self._runs.values() if run.batch.owner == owner]
+        return not own or (self._slots.num_free > 0 and all(run.all_started for run in own))
 
     def _begin(self, opened: OpenBatch) -> None:
         batch_id = opened.batch.id

@@ -13,13 +13,14 @@ files. Blocking and stateless, so any replica can serve any request.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal
 
-from ....cluster.errors import NotFoundError, RequestError, brief
+from ....cluster.errors import NotFoundError, RateLimitError, RequestError, brief
 from ....cluster.request.caller import Caller
 from ..dataset.storage import Storage
 from .file_store import JsonObject, OwnerIndex, Page, ordered_id, page, read_object
@@ -30,6 +31,7 @@ Status = Literal[
 HIDDEN = ("owner", "domain", "tenant")  # stored, but not part of OpenAI's object
 FOLDER, QUEUE, WORK = "batches", "queue", "work"
 LEASES = "leases.json"
+MAX_OPEN_BATCHES = 100  # of one key; without keys there is no limit
 ABANDONED_S = 3600.0  # after which a queue entry without a batch is from a failed request
 NEXT: Mapping[Status, tuple[Status, ...]] = {
     "validating": ("in_progress", "cancelling", "failed"),
@@ -99,10 +101,21 @@ class BatchStore:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._owned = OwnerIndex(storage, FOLDER, "batch_")
+        self._queue_owners = OwnerIndex(storage, FOLDER, "batch_")
+        self._creating = threading.Lock()
 
     def create(self, batch: Batch) -> None:
-        self.storage.write(f"{QUEUE}/{batch.id}", b"")  # first: a stored batch is always run
-        self.save(batch)
+        """Raises RateLimitError if the batch's key has too many that have not ended."""
+        with self._creating:
+            num_open = sum(owner == batch.owner for owner in self.queued().values())
+            if batch.owner is not None and num_open >= MAX_OPEN_BATCHES:
+                raise RateLimitError(
+                    f"{num_open} batches of this API key have not ended, the maximum. Retry when one has "
+                    "ended, or send more lines in each.",
+                    param="input_file_id",
+                )
+            self.storage.write(f"{QUEUE}/{batch.id}", b"")  # first: a stored batch is always run
+            self.save(batch)
 
     def get(self, batch_id: str, caller: Caller) -> Batch:
         batch = self.find(batch_id)
@@ -141,8 +154,11 @@ class BatchStore:
         except FileNotFoundError:
             return None
 
-    def queued(self) -> list[str]:
-        return [entry.name.rpartition("/")[2] for entry in self.storage.entries(QUEUE)]
+    def queued(self) -> dict[str, str | None]:
+        """Return the batches that have not ended, oldest first, with their owners."""
+        ids = [entry.name.rpartition("/")[2] for entry in self.storage.entries(QUEUE)]
+        owners = self._queue_owners.owners(ids)
+        return {each: owners.get(each) for each in ids}
 
     def save(self, batch: Batch) -> None:
         self.storage.write(f"{FOLDER}/{batch.id}.json", json.dumps(batch.to_json()).encode())

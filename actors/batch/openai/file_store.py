@@ -199,6 +199,10 @@ class OwnerIndex:
         known = self._facts(ids)
         return [each for each in ids if each in known and caller.may_see(known[each][0])]
 
+    def owners(self, ids: Sequence[str]) -> dict[str, str | None]:
+        """Return the owners of objects; only these stay cached. Ids without an object are left out."""
+        return {each: owner for each, (owner, _) in self._facts(ids).items()}
+
     def num_bytes(self, owner: str) -> int:
         known = self._facts(listed_ids(self._storage, self._folder, newest_first=False))
         return sum(size for of, size in known.values() if of == owner)
