@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import stat
 import subprocess
@@ -21,13 +22,16 @@ from typing import Any
 import ray
 from ray._private import ray_constants, services
 from ray._private.authentication import authentication_token_setup as token_setup
+from ray._private.grpc_utils import init_grpc_channel
 from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]  # compiled
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from ...cluster.errors import ConfigError
 from ..system.host_resources import free_port
 
 AUTH_MODE = "RAY_AUTH_MODE"
+TOKEN_TIMEOUT_S = 5.0
 OTHER_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # take precedence over Ray's token file
 # Of Ray's dashboard agent, whose 1 s of CPU time competes with the loading of models. It exports Ray's own
 # metrics, and counters lose what they count before it runs: so it starts at once.
@@ -119,6 +123,27 @@ def use_token() -> None:
     """
     if AUTH_MODE not in os.environ and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
         token_setup._enable_token_auth()  # Ray no longer reads the environment variable at this point
+
+
+def check_token(address: str) -> None:
+    """Raise ConfigError if the Ray at host:port refuses the token; `ray.init` would retry with warnings."""
+    if not re.fullmatch(r"[^/]+:\d+", address):
+        return
+    channel = init_grpc_channel(address)
+    try:
+        stub: Any = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)  # Any: generated
+        generated: Any = gcs_service_pb2
+        stub.GetClusterId(generated.GetClusterIdRequest(), timeout=TOKEN_TIMEOUT_S)
+    except Exception as error:  # gRPC's; others than a refusal are left to `ray.init`
+        code: Any = getattr(error, "code", None)  # Any: gRPC's
+        if callable(code) and getattr(code(), "name", "") == "UNAUTHENTICATED":
+            raise ConfigError(
+                f"RAY_ADDRESS={address}: that Ray refuses this user's token. Copy the token of the user who "
+                "started it to ~/.ray/auth_token, or name a file with it in RAY_AUTH_TOKEN_PATH.",
+                param="RAY_AUTH_TOKEN_PATH",
+            ) from None
+    finally:
+        channel.close()
 
 
 @contextlib.contextmanager

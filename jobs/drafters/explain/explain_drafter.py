@@ -18,6 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from ....actors.capture.records import is_captured
 from ....actors.chat.chat_model import ChatModel
 from ....actors.checkpoints.checkpoint_paths import has_tokenizer, resolve_checkpoint
 from ....actors.system.wait_messages import say
@@ -47,7 +48,7 @@ from ..evaluate.evaluate_drafter import OVERALL, engine_of, open_suite
 from ..evaluate.evaluation_card import read_card
 from .block_labels import measure_blocks
 from .explanation import Explanation
-from .traffic import TrafficReader, TrafficRow
+from .traffic import TrafficReader, TrafficRow, open_traffic
 
 _AT_ONCE = 8
 _MAX_CONTROL = 40  # prompts of the card
@@ -68,6 +69,10 @@ class CardCurves:
 
 def explain_drafter(options: ExplainOptions) -> Explanation:
     """Raises DatasetError if the traffic has no verified blocks."""
+    if not is_captured(options.data):
+        open_traffic(options.data)  # a wrong name is refused before the models are loaded
+    if options.card is not None:
+        read_card(options.card)
     files = open_drafter(options.drafter)
     figures = _card_figures(files, options.card)
     target_folder = resolve_checkpoint(options.target, field="target")

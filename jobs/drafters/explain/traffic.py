@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ....actors.batch.dataset.row_requests import RowSchema, category_of, parse_line, read_request, row_id
-from ....actors.batch.dataset.source import open_source
+from ....actors.batch.dataset.source import Dataset, open_source
 from ....actors.capture.records import is_captured, read_captured
 from ....actors.chat.chat_model import ChatModel
 from ....actors.http.protocol.chat_completion import ChatRequest, chat_params, conversation, reading_of
@@ -101,9 +101,7 @@ class TrafficReader:
         return RowSchema(kind=kind, defaults=defaults, category_column=category)
 
     def _lines(self, path: Path, count: int) -> list[TrafficRow]:
-        source = open_source([path])
-        if not source.lines:
-            raise DatasetError(f"data: {path} must be JSONL, or a folder of captured traffic.", param="data")
+        source = open_traffic(path)
         lines: list[tuple[str, bytes]] = []
         for file in source.files:
             with file.reading(), file.open_text("jsonl") as text:
@@ -138,6 +136,14 @@ class TrafficReader:
         if prompt.text is not None or self.tokenizer is None:
             return prompt.text or ""
         return self.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+
+
+def open_traffic(path: Path) -> Dataset:
+    """Open lines of traffic. Raises DatasetError if there is no such file, or it has no lines."""
+    source = open_source([path])
+    if not source.lines:
+        raise DatasetError(f"data: {path} must be JSONL, or a folder of captured traffic.", param="data")
+    return source
 
 
 def _evenly(found: Sequence[_T], count: int, path: Path) -> list[_T]:

@@ -15,17 +15,25 @@ from manta.actors.workers.local_ray import make_token
 from manta.cluster.errors import ConfigError
 
 START = """
-import sys, subprocess
+import os, sys, subprocess
+from manta.cluster.errors import ConfigError
 from manta.jobs.common.ray_session import join_or_start_ray, join_ray
 import ray
-if len(sys.argv) > 1:
+if "RAY_AUTH_TOKEN" in os.environ:
+    try:
+        join_ray(sys.argv[1])
+    except ConfigError as refused:
+        print(refused.message)
+elif len(sys.argv) > 1:
     join_ray(sys.argv[1], log_to_driver=False)
     print("joined", ray.util.get_node_ip_address())
 else:
     assert join_or_start_ray(num_cpus=1, log_to_driver=False)
     address = ray.get_runtime_context().gcs_address
     print("started", address.rpartition(":")[0], flush=True)
-    subprocess.run([sys.executable, "-c", sys.stdin.read(), address], check=True)
+    command = [sys.executable, "-c", sys.stdin.read(), address]
+    subprocess.run(command, check=True)
+    subprocess.run(command, env={**os.environ, "RAY_AUTH_TOKEN": "f" * 64}, check=True)
 """
 
 
@@ -43,7 +51,9 @@ def test_the_ray_token_is_private_and_valid(tmp_path: Path) -> None:
             timeout=280,
             check=False,
         )
-    assert done.stdout.split() == ["started", "127.0.0.1", "joined", "127.0.0.1"], done.stderr
+    *found, refused = done.stdout.splitlines()
+    assert found == ["started 127.0.0.1", "joined 127.0.0.1"], done.stderr
+    assert "that Ray refuses this user's token" in refused and "InvalidAuthToken" not in done.stderr
     assert mode_of(token) == 0o600 and len(token.read_text()) == 64
     assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
 

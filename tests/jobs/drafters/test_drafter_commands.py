@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from manta.actors.checkpoints.published_drafters import PUBLISHED_DRAFTERS, drafters_for
-from manta.cluster.errors import ConfigError
+from manta.cluster.errors import ConfigError, DatasetError
 from manta.drafter.compute.checkpoint.safetensors_reader import TensorFolder
 from manta.drafter.dflash.checkpoint import named_as_ours
 from manta.drafter.dflash.config import DrafterConfig
@@ -21,7 +21,9 @@ from manta.drafter.eagle3.config_formats import is_eagle3, method_of_drafter
 from manta.jobs.cli import app
 from manta.jobs.drafters.common.drafter_files import method_of, open_drafter
 from manta.jobs.drafters.common.format_conversion import convert_drafter
+from manta.jobs.drafters.common.options import ExplainOptions
 from manta.jobs.drafters.drafter_summary import find_drafters, summarize_drafter
+from manta.jobs.drafters.explain.explain_drafter import explain_drafter
 from manta.jobs.drafters.validate.card_check import compare_answers
 from manta.jobs.drafters.validate.validate_pair import validate_pair
 from support.checkpoints.broken_pairs import BROKEN, DRAFTER, TARGET, Broken, copied, tensors
@@ -175,6 +177,15 @@ def test_the_guide_names_the_published_drafters_that_the_command_lists() -> None
     named = set(re.findall(r"`([\w.-]+/[\w.-]+)`", "".join(parts)))
     listed = {each.name for each in PUBLISHED_DRAFTERS if each.kind != "assistant" and each.note != "shipped"}
     assert named == listed
+
+
+def test_traffic_that_is_not_there_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manta.jobs.drafters.explain.explain_drafter.open_drafter", lambda _: 1 / 0)
+    options = ExplainOptions(drafter=str(DRAFTER), target=str(TARGET), data=tmp_path / "mine.jsonl")
+    with pytest.raises(DatasetError, match=r"mine\.jsonl"):
+        explain_drafter(options)
 
 
 def write_target_config(folder: Path, num_layers: int, **sizes: int) -> Path:
