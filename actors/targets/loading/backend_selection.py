@@ -203,7 +203,8 @@ def can_pack(machine: DeviceCapabilities) -> bool:
 
 def compiles_loops(config: EngineConfig) -> bool:
     """Return whether this start compiles the CPU's loops, which later starts find on disk."""
-    if config.device == "cuda" or torch.cuda.is_available():
+    on_gpu = config.device == "cuda" or torch.cuda.is_available()
+    if on_gpu or config.attention_backend == "triton":  # or Triton's interpreter
         return False
     try:
         from ....drafter.step.cpu_numba.step_ops import gumbel_argmax
