@@ -28,7 +28,7 @@ from ...drafter.grammars.compiler import GrammarError, lark_of
 from ..tokenization.tokenizer import Tokenizer
 from .compile_turns import DEADLINE_S, Compilation, CompileTurns
 from .grammar_validator import QUICK_S, SLOW_S, GrammarValidator, TrialResult
-from .grammar_verdicts import Verdict, VerdictCache, digest_of
+from .grammar_verdicts import GrammarVerdict, VerdictCache, digest_of
 from .json_grammar import COMPACT, INDENTED, json_rule
 from .json_schema import MAX_GRAMMAR_CHARS, SchemaReader
 from .lark_text import quoted
@@ -115,7 +115,7 @@ class GrammarFrontend:
         if self._validator is not None:
             self._validator.close()
 
-    async def _verdict(self, params: SamplingParams, compilation: Compilation) -> Verdict:
+    async def _verdict(self, params: SamplingParams, compilation: Compilation) -> GrammarVerdict:
         """Return the cached verdict, else that of a quick trial, else that of a slow one."""
         digest = digest_of(params)
         verdict = self._verdicts.get(digest)
@@ -128,7 +128,7 @@ class GrammarFrontend:
 
     def _check(
         self, params: SamplingParams, digest: bytes | None, cpu_s: float
-    ) -> tuple[Verdict | None, float]:
+    ) -> tuple[GrammarVerdict | None, float]:
         """Return the verdict, None if a trial takes longer than `cpu_s`, and the CPU seconds spent."""
         if (known := self._verdicts.get(digest)) is not None:
             return known, 0.0
@@ -144,9 +144,9 @@ class GrammarFrontend:
             written: GrammarKind = "lark" if kind == "grammar" else kind
             text = text if result.text is None else result.text
             grammar = Grammar(written, text, after, result.is_cheap, result.forces, result.mask_s)
-            verdict = Verdict(grammar, cpu_s=spent_s)
+            verdict = GrammarVerdict(grammar, cpu_s=spent_s)
         except RequestError as error:
-            verdict = Verdict(refusal=(error.message, error.param))
+            verdict = GrammarVerdict(refusal=(error.message, error.param))
         self._verdicts.put(digest, verdict)
         return verdict, spent_s + time.thread_time() - began_s
 

@@ -22,7 +22,7 @@ MAX_CHARS = 16 << 20  # of their grammars together
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GrammarVerdict:
     """`refusal`: message and field, for a grammar that was refused. `cpu_s`: time to compile another."""
 
     grammar: Grammar | None = None
@@ -46,18 +46,18 @@ class VerdictCache:
     """The most recently used verdicts, by `digest_of`."""
 
     def __init__(self) -> None:
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
         self._num_chars = 0
         self._lock = threading.Lock()
 
-    def get(self, digest: bytes | None) -> Verdict | None:
+    def get(self, digest: bytes | None) -> GrammarVerdict | None:
         with self._lock:
             verdict = None if digest is None else self._verdicts.get(digest)
             if digest is not None and verdict is not None:
                 self._verdicts.move_to_end(digest)
             return verdict
 
-    def put(self, digest: bytes | None, verdict: Verdict) -> None:
+    def put(self, digest: bytes | None, verdict: GrammarVerdict) -> None:
         if digest is None:
             return
         with self._lock:

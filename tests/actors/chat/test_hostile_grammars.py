@@ -24,7 +24,7 @@ from manta.actors.engine.async_engine import AsyncEngine
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.structured_outputs.grammar_frontend import GrammarFrontend
 from manta.actors.structured_outputs.grammar_validator import SLOW_S, GrammarValidator
-from manta.actors.structured_outputs.grammar_verdicts import Verdict, VerdictCache
+from manta.actors.structured_outputs.grammar_verdicts import GrammarVerdict, VerdictCache
 from manta.actors.structured_outputs.rank_grammars import MAX_LARGE
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.actors.workers.base.grammar_compilation import GrammarLanes, serve_lanes
@@ -193,10 +193,10 @@ def test_kept_verdicts_are_limited_by_number_and_size(monkeypatch: pytest.Monkey
     monkeypatch.setattr("manta.actors.structured_outputs.grammar_verdicts.MAX_CHARS", 10)
     cache = VerdictCache()
     for name in b"abcd":
-        cache.put(bytes([name]), Verdict(refusal=("no", None)))
+        cache.put(bytes([name]), GrammarVerdict(refusal=("no", None)))
     assert [cache.get(bytes([name])) is not None for name in b"abcd"] == [False, True, True, True]
     for name in b"xyx":
-        cache.put(bytes([name]), Verdict(Grammar("regex", "123456")))
+        cache.put(bytes([name]), GrammarVerdict(Grammar("regex", "123456")))
     assert cache.get(b"x") is not None and cache.get(b"y") is None
 
 
