@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
+from ...system.freed_memory import FreedMemory
 from ..config.settings import ServerSettings
 
 # A connection is closed if its body is silent for this long, or takes longer than this plus its size at the
@@ -32,6 +33,8 @@ BUDGET_BODIES = 8
 BUDGET_UPLOADS = 4
 # Bytes of each body that are not counted, so that short bodies are accepted despite long ones.
 UNCOUNTED_BYTES = 64 * 1024
+# The memory of an unfinished body of this size is given back to the system at once.
+GIVEN_BACK_BYTES = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +63,7 @@ class BodyBudget:
         self.max_bytes = max_bytes
         self.num_bytes = 0  # counted bytes
         self._open: set[_Unfinished] = set()
+        self._freed = FreedMemory()
 
     @contextmanager
     def body(self, key: str | None = None) -> Iterator[_Unfinished]:
@@ -69,6 +73,8 @@ class BodyBudget:
         try:
             yield body
         finally:
+            if (body.dropped or body in self._open) and body.num_bytes >= GIVEN_BACK_BYTES:
+                self._freed.give_back()
             self.release(body)
 
     def release(self, body: _Unfinished) -> None:
