@@ -36,6 +36,9 @@ from .loop.training_loop import CURVES, Length, LoopSettings, Report, Step, Step
 DATA, HELD_OUT = "data.npz", "held-out.npz"
 ANSWERS, OUTPUTS = "answers", "outputs"
 _OUTPUTS_SHARE = 0.3
+# For two tokens per step of a new drafter for a small target, extrapolated: 1.59 at 337 and 1.78 at 631
+# (docs/measurements.md).
+USEFUL_STEPS = 1_300
 _MAX_FAILURES = 3
 # mallopt's parameters: the value in training, and glibc's own. M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD.
 _MALLOC = {-4: (0, 65536), -1: (2**31 - 1, 128 * 1024), -2: (256 * 2**20, 128 * 1024)}
@@ -160,6 +163,7 @@ def train(
         loop_settings,
         subject=subject,
         workers=workers,
+        useful_steps=0 if initial is not None else USEFUL_STEPS,
     )
 
     def compute_loss(step: Step) -> StepLoss:

@@ -40,6 +40,7 @@ from .train_data import AnswerSettings, gather, prompt_rows
 
 _HELD_OUT_SHARE, _MAX_HELD_OUT = 0.05, 64
 _EPOCHS = 6  # as in the DFlash paper
+_MAY_PAY, _USEFUL = 1.3, 2.0  # tokens per step on held-out text
 # Title and description by kind of drafter.
 _HEADS: Mapping[Head, tuple[str, str]] = {
     "dflash": ("DFlash drafter", "Drafts a block in one pass."),
@@ -110,7 +111,18 @@ def train_drafter(options: TrainOptions, report: Report = lambda line: print(lin
     )
     report(f"time: {times}")
     report(f"held out: {before:.2f} tokens per step before, {after:.2f} now; {trained.drafter}")
+    report(verdict(after))
     return trained
+
+
+def verdict(tokens_per_step: float) -> str:
+    """Return whether a drafter is useful, by its tokens per step on held-out text; plain decoding has 1."""
+    figure = f"{tokens_per_step:.2f} tokens per step, plain decoding has 1.00"
+    if tokens_per_step < _MAY_PAY:
+        return f"not useful yet: {figure}. The same command with more --hours or --steps continues this run."
+    if tokens_per_step < _USEFUL:
+        return f"may pay already: {figure}. Published drafters have 2 to 5; training longer helps."
+    return f"useful: {figure}. Serve it with --spec-model, and measure it with `manta drafter eval`."
 
 
 def _settings(options: TrainOptions, target: ModelSpec) -> DrafterSettings:

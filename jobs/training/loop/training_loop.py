@@ -95,7 +95,7 @@ class Reader(Protocol):
 @dataclass(frozen=True)
 class LoopSettings:
     snapshot_every_s: float = 120.0
-    report_every: int = 25
+    report_every_s: float = 10.0
     max_grad_norm: float = 1.0
     average_steps: int = 50
 
@@ -116,7 +116,10 @@ class StepLoss:
 
 
 class TrainingLoop:
-    """Trains a model and owns the run's state; a snapshot of another `subject` is refused."""
+    """Trains a model and owns the run's state; a snapshot of another `subject` is refused.
+
+    `useful_steps`: about how many steps make a useful model, for the first report; 0: not said.
+    """
 
     def __init__(
         self,
@@ -130,6 +133,7 @@ class TrainingLoop:
         *,
         subject: str = "",
         workers: Communicator | None = None,
+        useful_steps: int = 0,
     ) -> None:
         self.name, self.model, self.optimizer, self.reader = name, model, optimizer, reader
         self.step, self.tokens, self.used_s = 0, 0, 0.0
@@ -140,6 +144,7 @@ class TrainingLoop:
         self._report: Report = report if self._is_first else lambda line: None
         self._curves = Curves(folder / CURVES if self._is_first else None)
         self._figures: dict[str, list[float]] = {}
+        self._useful_steps, self._has_foreseen, self._reported_at = useful_steps, False, 0.0
         self.average = WeightAverage(model, self._settings.average_steps)
         snapshot = load_snapshot(self._snapshot_path)
         if snapshot is not None:
@@ -164,8 +169,8 @@ class TrainingLoop:
     ) -> None:
         """Train to the end of the run; `measure` is called at the start, the end, and at snapshots."""
         budget = TimeBudget(length.seconds or float("inf"), max(self.used_s, self._curves.used_s))
-        saved_at = time.monotonic()
         self._measure(measure, budget)
+        saved_at = self._reported_at = time.monotonic()
         while (progress := self._progress(length)) < 1.0:
             result = compute_loss(Step(self.step, progress))
             result.loss.backward()
@@ -180,7 +185,7 @@ class TrainingLoop:
                 self._time_at(self.step, budget),
             )
             figures = self._mean_figures({"loss": result.loss.item(), **result.figures})
-            self._note(figures, progress, lr_factor)
+            self._note(figures, progress, lr_factor, length)
             if time.monotonic() - saved_at > self._settings.snapshot_every_s:
                 self._measure(measure, budget)
                 self.save()
@@ -246,7 +251,7 @@ class TrainingLoop:
         self._curves.add({"step": self.step, "held_out": figures})
         self._report(f"{self.name} step {self.step}, held out: {_format(figures)}")
 
-    def _note(self, figures: dict[str, float], progress: float, lr_factor: float) -> None:
+    def _note(self, figures: dict[str, float], progress: float, lr_factor: float, length: Length) -> None:
         index = self.step - 1
         taken = self._curves.taken(index)
         if taken is not None and taken["loss"] != figures["loss"]:
@@ -260,15 +265,29 @@ class TrainingLoop:
             self._curves.add(row)
         for name, value in figures.items():
             self._figures.setdefault(name, []).append(value)
-        if self.step % self._settings.report_every:
+        if time.monotonic() - self._reported_at < self._settings.report_every_s:
             return
+        self._reported_at = time.monotonic()
+        total = self._expected_steps(length)
+        if not self._has_foreseen:
+            self._has_foreseen = True
+            needed = f"; a useful drafter needs about {self._useful_steps:,}" if self._useful_steps else ""
+            about = "" if length.steps else "about "
+            self._report(f"{self.name} has time for {about}{total:,} steps{needed}")
         means = {name: float(np.mean(values)) for name, values in self._figures.items()}
         rate = self.tokens / max(self.used_s, 1e-9)
         self._report(
-            f"{self.name} step {self.step} ({progress:.1%}): {_format(means)}, {self.tokens} tokens, "
-            f"{rate:.0f}/s"
+            f"{self.name} step {self.step:,} of {total:,} ({progress:.1%}): {_format(means)}, "
+            f"{self.tokens} tokens, {rate:.0f}/s"
         )
         self._figures.clear()
+
+    def _expected_steps(self, length: Length) -> int:
+        """Return the steps of the whole run, at the speed so far if its length is a time."""
+        if length.steps is not None:
+            return length.steps
+        assert length.seconds is not None, "a length has steps or seconds"
+        return max(self.step, round(self.step * length.seconds / max(self.used_s, 1e-9)))
 
 
 def save_snapshot(path: Path, snapshot: Snapshot) -> None:

@@ -281,6 +281,7 @@ def test_the_command_writes_a_checkpoint_with_its_card(target: Path, tmp_path: P
     assert check_drafter(trained.drafter, facts_of(spec)).block_size == 4
     assert "manta drafter train" in (trained.drafter / "README.md").read_text()
     assert any("tokens per step before" in line for line in reported)
+    assert reported[-1].startswith("not useful yet: 1."), "a step or two make no drafter"
 
 
 def test_outputs_recorded_with_the_answers_are_not_computed_again(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from manta.jobs.training.heads.offline_proposals import BlockProposals, sampling
 from manta.jobs.training.heads.recipes import DrafterSettings, Teaching, TrainSettings
 from manta.jobs.training.loop.continuations import ContinuationRequest
 from manta.jobs.training.loop.training_curves import read_rows
-from manta.jobs.training.loop.training_loop import Length
+from manta.jobs.training.loop.training_loop import Length, LoopSettings
 from manta.jobs.training.train_drafter import Trained, train
 from manta.models.recipe.eagle3 import (
     ChainProposals,
@@ -268,7 +269,8 @@ def test_an_exported_head_drafts_the_chains_it_was_trained_on(tmp_path: Path, ti
 def test_a_drafter_learns_and_writes_its_curves(settings: TrainSettings, target: Path, tmp_path: Path):
     reported: list[str] = []
     run = (target, continuations(), continuations(), tmp_path, Length(steps=30))
-    how = {"mask_token_id": MASK_ID} if settings is SECOND else {"make": make_head}
+    how: dict[str, Any] = {"mask_token_id": MASK_ID} if settings is SECOND else {"make": make_head}
+    how["loop_settings"] = LoopSettings(report_every_s=0.0)
     trained = train(*run, settings=settings, report=reported.append, **how)
     assert trained.held_out_after["loss"] < trained.held_out_before["loss"]
     rows = read_rows(trained.curves)
@@ -278,7 +280,11 @@ def test_a_drafter_learns_and_writes_its_curves(settings: TrainSettings, target:
     titles = ("loss", "tokens per step", "acceptance of the first draft", "learning rate")
     assert all(f">{title}" in drawn for title in titles)
     assert (drawn.count(">training</text>"), drawn.count(">held out</text>")) == (4, 3)
-    assert (trained.drafter / "config.json").exists() and any("step 25 (80.0%)" in line for line in reported)
+    assert (trained.drafter / "config.json").exists() and any(
+        "step 25 of 30 (80.0%)" in line for line in reported
+    )
+    (room,) = (line for line in reported if "has time for" in line)
+    assert room == "training has time for 30 steps; a useful drafter needs about 1,300"
     if settings is SECOND:
         codebook = load_file(trained.drafter / "model.safetensors")["candidate_selector.successor_codebook"]
         assert codebook.any(), "the selector speaks"
