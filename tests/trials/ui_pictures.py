@@ -1,4 +1,4 @@
-"""Pictures of the live page: the shipped pair behind a real server, in a real browser.
+"""Pictures of the live page: SmolLM2 and its drafter behind a real server, in a real browser.
 
 python tests/trials ui_pictures docs      writes ui.png, ui-dark.png and ui-phone.png (`make ui-pictures`)
 """
@@ -17,10 +17,9 @@ from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from PIL import Image
 from support.checkpoints.text_pair import LiveServer
-from support.paths import MODELS
 from support.servers.browser import Browser, real_browser
 
-PROMPT = "def read_lines(path):\n    "
+PROMPT = "List five tips for better sleep."
 # Name, width, height, colors, and the element at the top.
 PICTURES: tuple[tuple[str, int, int, Literal["light", "dark"], str], ...] = (
     ("ui", 1180, 880, "light", "header"),
@@ -32,13 +31,9 @@ WAIT_S = 60.0
 
 def main(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as batches:
-        settings = ServerSettings(served_model_name="manta", batch_storage=batches)
-        config = EngineConfig.from_dict(
-            {
-                "model": str(MODELS / "target"),
-                "speculative_config": {"model": str(MODELS / "drafter"), "adaptive": False},
-            }
-        )
+        settings = ServerSettings(batch_storage=batches)
+        drafting = {"model": "smollm2-drafter", "adaptive": False}
+        config = EngineConfig.from_dict({"model": "smollm2", "speculative_config": drafting})
         with LiveServer(config, settings) as server, real_browser() as browser:
             ask_a_batch(server.url)
             browser.open(f"{server.url}/ui", 1280)
@@ -49,7 +44,7 @@ def main(folder: Path) -> None:
 
 
 def ask_a_batch(url: str) -> None:
-    line = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "import", "max_tokens": 32}}
+    line = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "The sun", "max_tokens": 32}}
     lines = "\n".join(json.dumps({"custom_id": str(i), **line}) for i in range(24))
     with httpx.Client(base_url=url, timeout=WAIT_S) as http:
         sent = http.post("/v1/files", files={"file": ("lines.jsonl", lines)}, data={"purpose": "batch"})
@@ -70,8 +65,8 @@ def take(browser: Browser, path: Path, top: str) -> None:
 def run(browser: Browser) -> None:
     browser.run(
         f"document.getElementById('prompt').value = {json.dumps(PROMPT)};"
-        "document.getElementById('chat').checked = false; document.getElementById('temperature').value = 0.7;"
-        "document.getElementById('turns').replaceChildren(); document.getElementById('go').click()"
+        "document.getElementById('chat').checked = true; document.getElementById('temperature').value = 0;"
+        "document.getElementById('anew').click(); document.getElementById('go').click()"
     )
     deadline_s = time.monotonic() + WAIT_S
     while not browser.run("return document.querySelector('.verdict') !== null"):

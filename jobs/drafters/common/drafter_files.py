@@ -118,3 +118,8 @@ def _hub_headers(name: str, revision: str) -> TensorHeaders:
         for tensor, info in file.tensors.items():
             headers.add(tensor, tuple(info.shape), info.dtype, file_name)
     return headers
+
+
+def public_name(model: str) -> str:
+    """Return the name of a folder without its path, which may be private; hub ids are returned unchanged."""
+    return Path(model).resolve().name if Path(model).exists() else model

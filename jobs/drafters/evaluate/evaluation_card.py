@@ -22,7 +22,7 @@ from ....cluster.records.repetition import REPEATED_TOKENS
 from ...bench.common.idle_check import idleness_warning, print_warning
 from ...common.plots import Picture, can_plot, draw_shares, rows_size, write_svgs
 from ...common.tables import NO_FIGURE, print_table
-from ..common.drafter_files import CARD_FILE
+from ..common.drafter_files import CARD_FILE, public_name
 from .evaluate_drafter import OVERALL
 
 Figures = Mapping[str, Any]  # Any: JSON
@@ -160,8 +160,8 @@ def _card(figures: Figures, *, has_picture: bool) -> str:
     machine = provenance["gpu"] or f"{provenance['cpu']}, {provenance['cores']} cores"
     card = _CARD.format(
         metadata=_metadata(figures).to_yaml().strip(),
-        drafter=_name(_drafter(figures)),
-        target=_name(engine["model"]),
+        drafter=public_name(_drafter(figures)),
+        target=public_name(engine["model"]),
         suite=figures["suite"]["name"],
         prompts=figures["suite"]["prompts"],
         drafts=_drafts(figures),
@@ -220,7 +220,7 @@ def _metadata(figures: Figures) -> ModelCardData:
         base_model=None if Path(target).exists() else target,
         library_name="manta",
         tags=[figures["engine"]["speculative_config"]["method"], "speculative-decoding"],
-        model_name=_name(_drafter(figures)),
+        model_name=public_name(_drafter(figures)),
         eval_results=results,
     )
 
@@ -304,8 +304,3 @@ def _markdown(columns: list[str], rows: list[list[str]]) -> str:
 
 def _drafter(figures: Figures) -> str:
     return figures["engine"]["speculative_config"]["model"]
-
-
-def _name(model: str) -> str:
-    """Return the name of a folder without its path, which may be private; hub ids are returned unchanged."""
-    return Path(model).resolve().name if Path(model).exists() else model

@@ -35,6 +35,7 @@ from ...training.train_drafter import (
     run_here,
     run_on_workers,
 )
+from ..common.drafter_files import public_name
 from ..common.options import TrainOptions
 from .train_data import AnswerSettings, gather, prompt_rows
 
@@ -205,7 +206,7 @@ def write_drafter_card(
         head=options.head,
         title=title,
         what=what,
-        target=options.target,
+        target=public_name(options.target),
         initial=options.initial or "layers of the target",
         data_tokens=num_data_tokens / 1e6,
         steps=trained.num_steps,

@@ -10,7 +10,7 @@ from pathlib import Path
 from manta.actors.system.atomic_files import write_json
 from manta.actors.system.host_resources import free_port
 from manta.cluster.config import EngineConfig
-from manta.jobs.demo import manta, server
+from manta.jobs.common.server_process import manta, server
 
 
 @contextmanager

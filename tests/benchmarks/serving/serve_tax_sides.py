@@ -34,7 +34,7 @@ from manta.cluster.request.request import SamplingParams
 from manta.cluster.step.executor import Executor
 from manta.jobs.common.http_client import ServerClient
 from manta.jobs.common.ray_session import join_or_start_ray
-from manta.jobs.demo import server
+from manta.jobs.common.server_process import server
 
 from ..processes.process_clocks import SERVER_MODULE
 from .own_server import manta_serve, write_settings

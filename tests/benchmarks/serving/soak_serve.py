@@ -24,8 +24,8 @@ from manta.actors.system.atomic_files import write_json
 from manta.actors.system.host_resources import free_port
 from manta.jobs.bench.common.engine_passes import Figures, say
 from manta.jobs.bench.common.provenance import provenance
+from manta.jobs.common.server_process import serving
 from manta.jobs.common.tables import print_table
-from manta.jobs.demo import serving
 
 from ..processes.process_clocks import resident_bytes
 from .streams import Stream, StreamClient

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import pytest
+from manta.actors.checkpoints.model_download import get_model
+from manta.actors.checkpoints.published_models import find_model
 from manta.cluster.errors import UnreachableError
-from manta.jobs.models.model_download import get_model
-from manta.jobs.models.published_models import find_model
 from trials.published_models import Model
 
 pytestmark = pytest.mark.timeout(900)  # half of a minute on an idle machine, and a download of 98 MB

