@@ -245,7 +245,7 @@ class EngineConfig:
     """One engine: a target, optionally a drafter, and how they run.
 
     Attributes:
-        model: target checkpoint: folder, GGUF file or Hugging Face id.
+        model: target checkpoint: folder, GGUF file, Hugging Face id, or a name in `manta models list`.
         revision: branch, tag or commit of the target on the hub, which also applies to the tokenizer; the
             newest by default.
         download_dir: folder for snapshots from the hub; the hub's own cache (HF_HOME) by default.

@@ -67,12 +67,15 @@ class DemoPair:
         target, drafter: names or folders of checkpoints.
         prompts: dataset for a batch job and the comparison, JSONL.
         questions: are asked over HTTP.
+        num_drafts: in each step of the answers to them; None for whole blocks. More rows take longer
+            where the target is large.
     """
 
     target: str
     drafter: str
     prompts: Path
     questions: tuple[Question, ...] = QUESTIONS
+    num_drafts: int | None = None
 
     @classmethod
     def of(cls, target: Path, drafter: Path, prompts: Path) -> DemoPair:
@@ -95,7 +98,7 @@ def published_pair() -> DemoPair:
     if not model.path.is_file():
         print(f"downloading {model.title} ({model.size_bytes / 1e6:.0f} MB, {model.licence})", flush=True)
         get_model(model)
-    return DemoPair(model.name, model.drafter.name, shipped(SHIPPED_CHATS))
+    return DemoPair(model.name, model.drafter.name, shipped(SHIPPED_CHATS), num_drafts=3)
 
 
 def usual_pair() -> DemoPair:

@@ -86,8 +86,10 @@ def _serve(pair: DemoPair, log: Path) -> list[dict[bool, ChatAnswer]]:
     _title("1. Serve the pair over HTTP, and ask")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    drafting = json.dumps({"model": pair.drafter, "adaptive": False})  # drafts in every step, to show it
-    command = ["serve", pair.target, "--speculative-config", drafting, "--port", str(port)]
+    drafting: dict[str, Any] = {"model": pair.drafter, "adaptive": False}  # drafts in every step, to show it
+    if pair.num_drafts is not None:
+        drafting["num_speculative_tokens"] = pair.num_drafts
+    command = ["serve", pair.target, "--speculative-config", json.dumps(drafting), "--port", str(port)]
     with serving(command, url, log), ServerClient(url, ANSWER_TIMEOUT_S) as client:
         return [_ask(client, pair, number) for number in range(len(pair.questions))]
 
@@ -151,11 +153,11 @@ def print_result(
     rates = [f"{bench[mode]['tokens_per_s']:,.0f}" for mode in ("on", "off")]
     rows = [
         ["answers: steps of the target", *map(str, steps), f"{steps[1] / steps[0]:.2f} x fewer"],
-        ["answers: seconds", *map(decimals, seconds), f"{seconds[1] / seconds[0]:.2f} x faster"],
+        ["answers: seconds", *map(decimals, seconds), f"{seconds[1] / seconds[0]:.2f} x as fast"],
         [
             f"dataset, {options.max_num_seqs} requests at once: tokens/s",
             *rates,
-            f"{bench['speedup']:.2f} x faster",
+            f"{bench['speedup']:.2f} x as fast",
         ],
     ]
     print_table("", ["", "with speculation", "without", ""], rows)

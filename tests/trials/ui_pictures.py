@@ -37,6 +37,7 @@ def main(folder: Path) -> None:
         with LiveServer(config, settings) as server, real_browser() as browser:
             ask_a_batch(server.url)
             browser.open(f"{server.url}/ui", 1280)
+            wait_for(browser, "before !== null && document.getElementById('state').textContent === 'ready'")
             run(browser)  # the first request includes compilation
             for name, width, height, scheme, top in PICTURES:
                 browser.look_like(width, height, scheme)
@@ -62,16 +63,20 @@ def take(browser: Browser, path: Path, top: str) -> None:
     small.save(path, optimize=True)
 
 
+def wait_for(browser: Browser, what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not browser.run(f"return {what}"):
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.2)
+
+
 def run(browser: Browser) -> None:
     browser.run(
         f"document.getElementById('prompt').value = {json.dumps(PROMPT)};"
         "document.getElementById('chat').checked = true; document.getElementById('temperature').value = 0;"
         "document.getElementById('anew').click(); document.getElementById('go').click()"
     )
-    deadline_s = time.monotonic() + WAIT_S
-    while not browser.run("return document.querySelector('.verdict') !== null"):
-        assert time.monotonic() < deadline_s, "no answer"
-        time.sleep(0.2)
+    wait_for(browser, "document.querySelector('.verdict') !== null")
 
 
 if __name__ == "__main__":

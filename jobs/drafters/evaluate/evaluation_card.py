@@ -16,6 +16,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from ....actors.checkpoints.published_models import models_and_drafters
 from ....actors.system.atomic_files import write_atomically, write_json
 from ....cluster.errors import ConfigError
 from ....cluster.records.repetition import REPEATED_TOKENS
@@ -183,7 +184,7 @@ def _idleness(figures: Figures) -> list[Figures]:
 
 
 def _metadata(figures: Figures) -> ModelCardData:
-    """Return the hub's metadata; `base_model` is left out for a local folder, which the hub cannot link."""
+    """Return the hub's metadata; `base_model` is left out for a target that the hub cannot link."""
     target, suite = figures["engine"]["model"], figures["suite"]["name"]
     what = "tokens per step of trees" if _has_trees(figures) else "tokens per step"
 
@@ -217,7 +218,7 @@ def _metadata(figures: Figures) -> ModelCardData:
         for point in figures["points"]
     ]
     return ModelCardData(
-        base_model=None if Path(target).exists() else target,
+        base_model=None if Path(target).exists() or target in models_and_drafters() else target,
         library_name="manta",
         tags=[figures["engine"]["speculative_config"]["method"], "speculative-decoding"],
         model_name=public_name(_drafter(figures)),

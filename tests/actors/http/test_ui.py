@@ -139,6 +139,7 @@ def browser(server: LiveServer) -> Iterator[Browser]:
                     "document.getElementById('keyed').requestSubmit()")  # fmt: skip
         wait_for(browser, "document.getElementById('state').textContent === 'ready'")
         assert browser.run("return document.getElementById('model').value") == "tiny"
+        wait_for(browser, "before !== null")  # it shows the difference to the figures before an answer
         yield browser
 
 

@@ -45,10 +45,10 @@ def test_both_modes_alternate_and_are_shown_in_one_table(
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "│" in line]
     assert rows[:2] == [
         ["answers: steps of the target", "16", "80", "5.00 x fewer"],
-        ["answers: seconds", "1.00", "2.00", "2.00 x faster"],
+        ["answers: seconds", "1.00", "2.00", "2.00 x as fast"],
     ]
     assert rows[2][0] == "dataset, 2 requests at once: tokens/s"
-    assert rows[2][3] == f"{point['speedup']:.2f} x faster"
+    assert rows[2][3] == f"{point['speedup']:.2f} x as fast"
     assert (point["idleness"]["warning"] or "") in shown
 
 
