@@ -17,7 +17,7 @@ from manta.actors.http.config.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from PIL import Image
 from support.checkpoints.text_pair import LiveServer
-from support.servers.browser import Browser, real_browser
+from support.servers.browser import Browser, real_browser, wait_for
 
 PROMPT = "List five tips for better sleep."
 # Name, width, height, colors, and the element at the top.
@@ -61,13 +61,6 @@ def take(browser: Browser, path: Path, top: str) -> None:
     with Image.open(path) as picture:
         small = picture.quantize(128)
     small.save(path, optimize=True)
-
-
-def wait_for(browser: Browser, what: str) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not browser.run(f"return {what}"):
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.2)
 
 
 def run(browser: Browser) -> None:

@@ -12,7 +12,6 @@ and the answers in progress. Called by `jobs/drafters/train/` and `models/recipe
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -286,7 +285,7 @@ class AnswerProgress:
 
     def __init__(self, name: str, total: int, num_before: int, budget: TimeBudget, report: Report) -> None:
         self._name, self._total, self._num_before, self._budget = name, total, num_before, budget
-        self._report, self._is_terminal = report, sys.stderr.isatty()
+        self._report, self._is_terminal = report, say.is_terminal
         self._num_tokens = self._num_ended = self._num_ended_tokens = 0
         self._begin_s = self._shown_s = time.monotonic()
 
@@ -303,14 +302,14 @@ class AnswerProgress:
         left_s = self._left_s()
         line = self._line() + ("" if left_s is None else f", about {format_duration(left_s)} left")
         if self._is_terminal:
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+            say.rewrite(line)
         else:
             self._report(line)
 
     def close(self) -> None:
         """Report the totals."""
         if self._is_terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            say.erase()
         self._report(f"{self._line()}, in {format_duration(self._spent_s)}")
 
     def _line(self) -> str:

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -15,10 +14,9 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from manta.actors.checkpoints.model_card import sample_prompt
 from manta.actors.http.ui import USUAL_PROMPT, ui_routes
-from support import waiting
 from support.checkpoints.text_pair import LiveServer
 from support.paths import MODELS
-from support.servers.browser import FAINT, Browser, real_browser
+from support.servers.browser import FAINT, Browser, real_browser, wait_for
 from support.servers.server_probes import Serve, http_client
 
 KEY = "secret-1"
@@ -120,13 +118,6 @@ def test_each_route_of_the_documentation_has_a_tag_and_a_sentence(server: LiveSe
     assert all(" " in each["summary"] and not each["summary"].istitle() for each in found), (
         "no function's name"
     )
-
-
-def wait_for(browser: Browser, what: str) -> Any:
-    """Return the value of a script once it is true on the page."""
-    found: list[Any] = []
-    waiting.wait_until(lambda: found.append(browser.run(f"return {what}")) or found[-1], what=what)
-    return found[-1]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import pytest
 
+from support.waiting import wait_until
+
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
 # Texts that are hard to read: less contrast with the background than WCAG 2 requires (AA), which excepts
@@ -94,3 +96,10 @@ def real_browser() -> Iterator[Browser]:
     finally:
         process.terminate()
         process.wait(30)
+
+
+def wait_for(browser: Browser, what: str) -> Any:
+    """Return the value of a script once it is true on the page."""
+    found: list[Any] = []
+    wait_until(lambda: found.append(browser.run(f"return {what}")) or found[-1], what=what)
+    return found[-1]
