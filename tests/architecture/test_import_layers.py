@@ -198,7 +198,6 @@ assert not found, found
 """
 
 
-@pytest.mark.timeout(280)
 def test_a_gpu_process_imports_neither_numba_nor_llvm(pair: tuple[Path, Path]) -> None:
     """As far as a CPU can run it: in the interpreter, on a single thread, with a tiny pair."""
     pytest.importorskip("triton")
@@ -243,7 +242,6 @@ assert not any(name.startswith("manta.drafter.compute.cpu_fused") for name in sy
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 def test_the_fused_pass_can_be_removed(shipped_pair: tuple[Path, Path]) -> None:
     target, drafter = map(str, shipped_pair)
     spec = {"speculative_config": {"model": drafter}, "num_threads": 1}

@@ -49,7 +49,7 @@ def serving(*answers: tuple[int, bytes]) -> Iterator[Any]:
             yield server
         finally:
             server.shutdown()
-            thread.join(timeout=240)
+            thread.join(timeout=600)
 
 
 def unused_url() -> str:

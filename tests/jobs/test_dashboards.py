@@ -40,7 +40,7 @@ needs_prometheus = pytest.mark.skipif(
 
 def scraped(url: str) -> dict[str, float]:
     found = {}
-    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=240).text):
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=600).text):
         for sample in family.samples:
             labels = ",".join(f"{name}={json.dumps(value)}" for name, value in sample.labels.items())
             found[f"{sample.name}{{{labels}}}"] = sample.value
@@ -57,7 +57,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Series:
         body = {"prompt": "import os, " * 8, "max_tokens": 160, "temperature": 0}
         headers = {"X-Tenant": "acme", "X-Category": "coding"}
         for path in (*["/v1/completions"] * 8, "/v1/nothing"):
-            httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=240)
+            httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=600)
         after = scraped(server.url)
     return {name: (before.get(name, 0.0), value) for name, value in after.items()}
 
@@ -120,7 +120,7 @@ def prometheus(served: Series, tmp_path_factory: pytest.TempPathFactory) -> Iter
     command += [f"--web.listen-address=127.0.0.1:{port}", "--storage.tsdb.retention.time=10y"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=240) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
             _wait_until_ready(client, process)
             client.headers["now"] = str(now_s)
             yield client

@@ -71,7 +71,7 @@ def test_a_terminal_has_one_line_of_progress_and_keeps_what_was_said(monkeypatch
     monkeypatch.setattr(sys, "stderr", terminal)
     report = StderrReport("manta: ")
     with counting("loading", report, every_s=0.01) as wait:
-        assert terminal.is_rewritten.wait(240)
+        assert terminal.is_rewritten.wait(600)
         wait.set_stage("warming up")
         report("the model has 3 layers")
     report("ready")

@@ -272,7 +272,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     if (verify := shutil.which("systemd-analyze")) is None:
         pytest.skip("systemd is not here to verify the unit")
     done = subprocess.run(
-        [verify, "verify", "--man=no", unit], capture_output=True, text=True, timeout=240, check=False
+        [verify, "verify", "--man=no", unit], capture_output=True, text=True, timeout=600, check=False
     )
     ours = [line for line in (done.stdout + done.stderr).splitlines() if "manta.service" in line]
     assert not ours, ours

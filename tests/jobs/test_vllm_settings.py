@@ -264,7 +264,7 @@ def test_hub_downloads_use_the_revision_and_the_download_dir(tmp_path: Path) -> 
     with hub_with_model("me/small", tmp_path / "model", requested) as address:
         hub = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
         command = [sys.executable, "-c", SNAPSHOT, kept]
-        done = subprocess.run(command, env={**os.environ, **hub}, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, env={**os.environ, **hub}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     snapshot = str(kept / "models--me--small/snapshots" / REVISION)
     assert done.stdout.split() == [snapshot, snapshot, REVISION]

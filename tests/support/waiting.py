@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-WAIT_S = 240.0  # only a test that hangs waits as long
+WAIT_S = 600.0  # only a test that hangs waits as long
 
 
 def wait_until(

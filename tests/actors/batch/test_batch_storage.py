@@ -140,7 +140,7 @@ from manta.actors.batch.dataset.source import open_source
 print(open_source([{s3.url("bucket/ends")!r}]))
 """
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ)
     assert (done.returncode, done.stderr) == (0, "")
     assert "a.jsonl" in done.stdout
 
@@ -162,6 +162,6 @@ def test_rows_are_read_from_the_hub() -> None:
     with hub_with("me/some", files) as address:
         environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
         command = [sys.executable, "-c", READ_HUB]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == """5 ['{"id": 2}', '{"id": 3}', '{"id": 4}']\n"""

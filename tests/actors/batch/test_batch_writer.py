@@ -275,7 +275,7 @@ def test_a_reader_finds_only_complete_files_at_any_time(output: Storage, runs: J
 
     reader = threading.Thread(target=look)
     reader.start()
-    assert has_read.wait(240)
+    assert has_read.wait(600)
     writer = runs.writer("w")
     for begin in range(0, 24_000, 4_000):
         writer.add(results(range(begin, begin + 4_000)))

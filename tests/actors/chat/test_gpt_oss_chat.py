@@ -49,7 +49,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     )
     with (
         LiveServer(config, ServerSettings(served_model_name="tiny")) as server,
-        httpx.Client(base_url=server.url, timeout=300) as client,
+        httpx.Client(base_url=server.url, timeout=600) as client,
     ):
         yield client
 

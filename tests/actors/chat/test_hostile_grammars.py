@@ -77,12 +77,12 @@ class Stream:
 
     def __exit__(self, *_: object) -> None:
         self._ends.set()
-        self._thread.join(timeout=300)
+        self._thread.join(timeout=600)
 
     def _read(self) -> None:
         body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
         while not self._ends.is_set():
-            with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=300) as response:
+            with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=600) as response:
                 for _ in response.iter_lines():
                     self.num_events += 1
                     if self._ends.is_set():
@@ -91,7 +91,7 @@ class Stream:
 
 def test_hostile_grammars_are_answered_or_refused_by_name_during_a_stream(server: LiveServer) -> None:
     assert len(SHORT_ONES) == len(SHORT)
-    with Stream(server.url) as stream, httpx.Client(base_url=server.url, timeout=300) as http:
+    with Stream(server.url) as stream, httpx.Client(base_url=server.url, timeout=600) as http:
         for name, path, body in SHORT_ONES:
             response = http.post(path, json=body)
             assert response.status_code in STATUSES, (name, response.text)
@@ -210,7 +210,7 @@ trials.try_grammar("regex", "a", 1.0)
 print(trials.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     wait_until(lambda: not Path(f"/proc/{int(run.stdout)}").exists())
 
 
@@ -292,7 +292,7 @@ class Holder:
 
     def hold_grammar(self, grammar: Grammar) -> None:
         self.entered.set()
-        assert self.may_hold.wait(timeout=300)
+        assert self.may_hold.wait(timeout=600)
         self.held.append(grammar)
 
     def release_grammar(self, grammar: Grammar) -> None:

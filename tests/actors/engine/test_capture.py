@@ -59,7 +59,7 @@ def make_server(
 
 
 def counted(server: LiveServer) -> dict[str, int]:
-    lines = httpx.get(f"{server.url}/metrics", timeout=300).text.splitlines()
+    lines = httpx.get(f"{server.url}/metrics", timeout=600).text.splitlines()
     found = [line for line in lines if line.startswith("manta:captured_completions_total")]
     return {line.partition('result="')[2].partition('"')[0]: int(float(line.split()[-1])) for line in found}
 
@@ -120,7 +120,7 @@ def test_a_redaction_hook_decides_what_is_captured_and_a_failing_hook_captures_n
     with make_server(capture=str(folder), capture_redact=hook) as server:
         for tenant in ("private", "broken", "broken", "open"):
             body = {**ASKED, "prompt": f"the card 4111 of {tenant}", "metadata": {"tenant": tenant}}
-            assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=300).status_code == 200
+            assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=600).status_code == 200
         wait_until(lambda: sum(counted(server).values()) == 4)
         found = counted(server)
         assert (found["kept"], found["redacted"], found["failed"]) == (1, 1, 2)
@@ -188,7 +188,7 @@ def test_two_writers_share_a_folder_and_its_limit(tmp_path: Path) -> None:
     ]
     both = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
     large = records_of([100_000])[0].line()
-    reported = [each.communicate(lines + large, timeout=300)[0].decode() for each in both]
+    reported = [each.communicate(lines + large, timeout=600)[0].decode() for each in both]
     for said in reported:
         assert said.split()[:121] == ["ready", *["kept"] * 120] and "too_large 200" in said
     kept = list(read_captured(folder))

@@ -118,7 +118,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, error: type[
 
 @pytest.fixture(scope="module")
 def http(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=300) as http:
+    with httpx.Client(base_url=server.url, timeout=600) as http:
         yield http
 
 
@@ -206,7 +206,7 @@ def test_an_engine_that_delivers_nothing_is_unhealthy(
 ) -> None:
     executors = PausableExecutors()
     server = LiveServer(config, make=executors.make)
-    with server, httpx.Client(base_url=server.url, timeout=300) as http:
+    with server, httpx.Client(base_url=server.url, timeout=600) as http:
         body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
         assert http.post("/v1/completions", json=body | {"max_tokens": 4}).status_code == 200
         monkeypatch.setattr(engine_module, "CHECK_INTERVAL_S", 0.02)
@@ -226,7 +226,7 @@ class PanickingExecutor(PassingExecutor):
 def test_a_panic_on_the_engines_thread_ends_all_requests_instead_of_none(config: EngineConfig) -> None:
     with (
         LiveServer(config, make=lambda config: PanickingExecutor(make_executor(config))) as server,
-        httpx.Client(base_url=server.url, timeout=300) as http,
+        httpx.Client(base_url=server.url, timeout=600) as http,
     ):
         assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
         assert http.get("/health").status_code == 503

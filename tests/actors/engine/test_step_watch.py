@@ -43,7 +43,7 @@ class Hanging(PassingExecutor):
         self.steps_left -= 1
         if self.steps_left == 0:
             self.hangs.set()
-            self.released.wait(300)
+            self.released.wait(600)
             self.hangs.clear()
         return super().collect()
 
@@ -189,7 +189,7 @@ def test_streams_of_a_hanging_step_end_and_health_follows_it(plain: EngineConfig
     watch = HangWatchdog()
     with (
         LiveServer(plain, make=watch.make, watch=watch) as server,
-        httpx.Client(base_url=server.url, timeout=300) as http,
+        httpx.Client(base_url=server.url, timeout=600) as http,
     ):
         (executor,) = watch.executors
         _, whole = (http.post("/v1/completions", json=BODY) for _ in range(2))  # unseen kinds are not judged
@@ -212,7 +212,7 @@ def test_a_gateway_moves_streams_from_a_replica_with_a_hanging_step(plain: Engin
     body = {**BODY, "return_token_ids": True}
     with (
         GatewayStand([(plain, settings)] * 2, makers=[watch.make, None], watches=[watch, None]) as stand,
-        httpx.Client(base_url=stand.url, timeout=300) as http,
+        httpx.Client(base_url=stand.url, timeout=600) as http,
     ):
         (executor,) = watch.executors
         _, whole = (http.post("/v1/completions", json=body) for _ in range(2))

@@ -52,9 +52,9 @@ class AgentsStand:
         settings = ServerSettings(served_model_name=NAME, api_key="key")
         self.server = LiveServer(config, settings, self._make_model)
         url = self.server.url
-        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=120)
-        self.anthropic = anthropic.Anthropic(base_url=url, api_key="key", max_retries=0, timeout=120)
-        self.http = httpx.Client(base_url=url, headers={"x-api-key": "key"}, timeout=120)
+        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=600)
+        self.anthropic = anthropic.Anthropic(base_url=url, api_key="key", max_retries=0, timeout=600)
+        self.http = httpx.Client(base_url=url, headers={"x-api-key": "key"}, timeout=600)
 
     def say(self, text: str) -> None:
         tokenizer = self.server.engine.tokenizer

@@ -162,7 +162,7 @@ def test_an_incomplete_upload_is_its_clients_fault(
 ) -> None:
     monkeypatch.setattr(bodies, "GRACE_S", 0.3)
     address = stand.url.removeprefix("http://").split(":")
-    with socket.create_connection((address[0], int(address[1])), timeout=240) as connection:
+    with socket.create_connection((address[0], int(address[1])), timeout=600) as connection:
         head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n"
         connection.sendall(head + b"Content-Length: 2000000\r\n\r\n-")
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
@@ -220,7 +220,7 @@ def test_agents_routes_are_forwarded_and_keep_their_apis_form(
         "temperature": 0,
     }
     key = {"x-api-key": "key"}
-    with httpx.Client(base_url=stand.url, headers=key, timeout=240) as client:
+    with httpx.Client(base_url=stand.url, headers=key, timeout=600) as client:
         message = client.post("/v1/messages", json=talk)
         assert message.json()["stop_reason"] == "max_tokens" and message.headers["request-id"]
         streamed = client.post("/v1/messages", json={**talk, "stream": True}).text
@@ -337,8 +337,8 @@ def test_a_stream_is_the_same_after_any_number_of_engine_deaths(config: EngineCo
     }
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     with dying(config, 3, 22) as stand:  # the second one when the stream has outlived its first death
-        disturbed = httpx.post(stand.url + path, json=body, timeout=240)
-        undisturbed = httpx.post(stand.url + path, json=body, timeout=240)
+        disturbed = httpx.post(stand.url + path, json=body, timeout=600)
+        undisturbed = httpx.post(stand.url + path, json=body, timeout=600)
         text = httpx.get(f"{stand.url}/metrics").text
     assert 'manta:gateway_resumed_streams_total{gateway="0",model_name="tiny"} 2.0' in text
     assert len({(event["id"], event["created"]) for event in events(disturbed)}) == 1
@@ -350,8 +350,8 @@ def test_reasoning_and_calls_continue_where_they_were_cut(tmp_path: Path) -> Non
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Weather?"}], "temperature": 0}
     body |= {"stream": True, "tools": TOOLS, **saying(SAID)}
     with dying(chat_config(tmp_path, HERMES), 4) as stand:
-        disturbed = httpx.post(f"{stand.url}/v1/chat/completions", json=body, timeout=240)
-        undisturbed = httpx.post(f"{stand.url}/v1/chat/completions", json=body, timeout=240)
+        disturbed = httpx.post(f"{stand.url}/v1/chat/completions", json=body, timeout=600)
+        undisturbed = httpx.post(f"{stand.url}/v1/chat/completions", json=body, timeout=600)
         text = httpx.get(f"{stand.url}/metrics").text
     assert 'manta:gateway_resumed_streams_total{gateway="0",model_name="tiny"} 1.0' in text
     whole = said(disturbed)
@@ -399,11 +399,11 @@ def test_a_complete_answer_is_requested_again_and_several_streams_end_with_an_er
 ) -> None:
     body = {"model": "tiny", "prompt": "x", "max_tokens": 60, "ignore_eos": True, "seed": 1, "temperature": 1}
     with dying(config, 4, 10**6, 6) as stand:  # the last one does not die
-        whole = httpx.post(f"{stand.url}/v1/completions", json=body, timeout=240)  # r0 dies, r1 answers
+        whole = httpx.post(f"{stand.url}/v1/completions", json=body, timeout=600)  # r0 dies, r1 answers
         several = httpx.post(
             f"{stand.url}/v1/completions", json={**body, "n": 2, "stream": True}, timeout=240
         )  # r2
-        again = httpx.post(f"{stand.url}/v1/completions", json=body, timeout=240)
+        again = httpx.post(f"{stand.url}/v1/completions", json=body, timeout=600)
     assert whole.status_code == 200 and whole.json()["choices"] == again.json()["choices"]
     last = events(several)[-1]["error"]
     assert last["code"] == 503 and "Retry" in last["message"]
@@ -460,11 +460,11 @@ def long_stream(url: str, i: int, num_tokens: int) -> httpx.Response:
     body = {"model": "tiny", "prompt": f"{i} an innocent prompt", "seed": i, "temperature": i % 2}
     more = {"max_tokens": num_tokens, "ignore_eos": True, "stream": True, "return_token_ids": True}
     more["stream_options"] = {"include_usage": True}
-    return httpx.post(f"{url}/v1/completions", json=body | more, timeout=120)
+    return httpx.post(f"{url}/v1/completions", json=body | more, timeout=600)
 
 
 def metric(stand: GatewayStand, name: str) -> float:
-    text = httpx.get(f"{stand.url}/metrics", timeout=240).text
+    text = httpx.get(f"{stand.url}/metrics", timeout=600).text
     (value,) = [
         line.split()[-1] for line in text.splitlines() if line.startswith(f"manta:gateway_{name}_total")
     ]
@@ -488,7 +488,7 @@ def test_a_request_that_kills_gets_two_replicas_and_its_neighbors_lose_nothing(
         undisturbed = list(pool.map(lambda i: long_stream(stand.url, i, 200), range(6)))
         streams = [pool.submit(long_stream, stand.url, i, 200) for i in range(6)]
         wait_until(lambda: sum(replica.engine.stats().running for replica in stand.replicas) == 6)
-        answers = [httpx.post(f"{stand.url}/v1/completions", json=body, timeout=120) for _ in range(3)]
+        answers = [httpx.post(f"{stand.url}/v1/completions", json=body, timeout=600) for _ in range(3)]
         disturbed = [stream.result() for stream in streams]
         assert len(dead(stand)) == 2
         reported = [_errors(answer) for answer in answers]
@@ -499,8 +499,8 @@ def test_a_request_that_kills_gets_two_replicas_and_its_neighbors_lose_nothing(
         assert reported[-1]["type"] == "UnprocessableEntityError" and "retry-after" not in answers[-1].headers
         assert answers[-1].status_code == 422, "it is not tried at all"
         renamed = {**body, "user": "another", "request_id": "another"}
-        assert httpx.post(f"{stand.url}/v1/completions", json=renamed, timeout=240).status_code == 422
-        other = httpx.post(f"{stand.url}/v1/completions", json={**body, "prompt": "x"}, timeout=240)
+        assert httpx.post(f"{stand.url}/v1/completions", json=renamed, timeout=600).status_code == 422
+        other = httpx.post(f"{stand.url}/v1/completions", json={**body, "prompt": "x"}, timeout=600)
         assert other.status_code == 200
         assert len(dead(stand)) == 2
         assert metric(stand, "poisonous_requests") == 1
@@ -567,7 +567,7 @@ def test_no_request_kills_more_than_two_replicas(
         transport = httpx.ASGITransport(gateway)
         async with (
             gateway.router.lifespan_context(gateway),
-            httpx.AsyncClient(transport=transport, base_url="http://m", timeout=240) as http,
+            httpx.AsyncClient(transport=transport, base_url="http://m", timeout=600) as http,
         ):
             for status, count in zip(wanted, counts, strict=True):
                 answer = await http.request(method, path, json=fields)
@@ -594,7 +594,7 @@ def test_a_draining_replica_finishes_its_streams_and_gets_no_new_ones(config: En
     body = {"model": "tiny", "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
     with GatewayStand([(config, served("tiny"))] * 2) as stand:
         goes, stays = stand.replicas
-        with httpx.stream("POST", f"{stand.url}/v1/completions", json=body, timeout=240) as response:
+        with httpx.stream("POST", f"{stand.url}/v1/completions", json=body, timeout=600) as response:
             lines = response.iter_lines()
             next(lines)
             closing = stand.start(goes.door.close())

@@ -170,7 +170,7 @@ def test_idle_connections_do_not_block_other_clients(replicas: list[Replica]) ->
 
     def idle(source: str) -> socket.socket:
         address = ("127.0.0.1", front.port)
-        return socket.create_connection(address, timeout=120, source_address=(source, 0))
+        return socket.create_connection(address, timeout=600, source_address=(source, 0))
 
     def try_idle(source: str) -> None:
         # A connection above the limit is reset, which connect() may already report.

@@ -44,7 +44,7 @@ class Waiting(Tokenizer):
     def encode_unlocked(self, text: str, *, add_special_tokens: bool = True) -> tokenizers.Encoding:
         self.running += 1
         self.most = max(self.most, self.running)
-        assert self.turns.acquire(timeout=300), "the event loop stood still"
+        assert self.turns.acquire(timeout=600), "the event loop stood still"
         self.running -= 1
         return super().encode_unlocked(text, add_special_tokens=add_special_tokens)
 

@@ -93,7 +93,7 @@ def test_processes_that_resolve_at_the_same_time_share_one_folder(model: Path, c
     )
     run = [sys.executable, "-c", code]
     started = [subprocess.Popen(run, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    folders = {process.communicate(timeout=280)[0].strip() for process in started}
+    folders = {process.communicate(timeout=600)[0].strip() for process in started}
     assert folders == {str(resolve(model))}
     assert len(list((cache / "gguf").iterdir())) == 1
 

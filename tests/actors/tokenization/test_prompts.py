@@ -46,7 +46,7 @@ def server(config: EngineConfig) -> Iterator[LiveServer]:
 @pytest.fixture(scope="module")
 def apis(config: EngineConfig, server: LiveServer) -> Iterator[dict[str, Ask]]:
     """Every API that answers a conversation, by name; `/tokenize` only returns its tokens."""
-    with LLM(**asdict(config)) as llm, httpx.Client(base_url=server.url, timeout=300) as http:
+    with LLM(**asdict(config)) as llm, httpx.Client(base_url=server.url, timeout=600) as http:
         yield {
             "LLM.chat": lambda options: _ask_llm(llm, options),
             "chat": lambda options: _ask_http(http, "/v1/chat/completions", options),

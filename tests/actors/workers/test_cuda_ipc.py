@@ -117,6 +117,6 @@ def test_a_drafter_maps_the_mailbox_of_each_rank(num_ranks: int, tmp_path: Path)
             assert pipe.poll(120) and pipe.recv() == [[10 * rank + 7]] * len(KINDS)
     finally:
         for process in ranks:
-            process.join(120)
+            process.join(600)
             process.kill()
     assert [process.exitcode for process in ranks] == [0] * num_ranks

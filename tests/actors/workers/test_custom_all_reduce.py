@@ -32,7 +32,7 @@ store = port
 if rank == 0:
     store = pg.open_store(ranks)
     print(store.port, flush=True)
-pg.connect(rank=rank, world_size=ranks, device=torch.device("cpu"), store=store, timeout_s=250)
+pg.connect(rank=rank, world_size=ranks, device=torch.device("cpu"), store=store, timeout_s=600)
 group, fault = dist.group.WORLD, "none"
 handler = logging.Handler()
 handler.emit = lambda record: messages.append(f"{record.levelname}: {record.getMessage()}")
@@ -212,7 +212,7 @@ def results(
     assert first.stdout is not None
     port = int(first.stdout.readline())
     workers = [first] + [start(rank, port) for rank in range(1, request.param)]
-    ended = [worker.communicate(timeout=300) for worker in workers]
+    ended = [worker.communicate(timeout=600) for worker in workers]
     assert not any(worker.returncode for worker in workers), [error[-800:] for _, error in ended]
     found = [json.loads(output.splitlines()[-1]) for output, _ in ended]
     return {case: [each[i] for each in found] for i, case in enumerate(cases)}

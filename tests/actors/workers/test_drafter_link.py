@@ -44,7 +44,7 @@ class RecordingSession:
 
     def begin(self, plan: SchedulerOutput) -> None:
         self._notes.append((f"{self._name} begins", plan.step))
-        self._gate.wait(300)
+        self._gate.wait(600)
 
     def draft(
         self, plan: SchedulerOutput, *, has_grammars: bool = False
@@ -62,7 +62,7 @@ class RecordingSession:
     def take_in(
         self, plan: SchedulerOutput, part: int, values: Sequence[torch.Tensor], *, followed: bool
     ) -> None:
-        self._gate.wait(300)
+        self._gate.wait(600)
         verdict_R, c_R4 = values
         assert verdict_R.tolist() == [plan.step] * plan.num_requests and (c_R4 == plan.step / 2).all()
         self._notes.append((f"{self._name} learns", plan.step))
@@ -99,7 +99,7 @@ class RunningServer:
         self.gate.set()
         for link in self._links:
             link.close()
-        self._thread.join(120)
+        self._thread.join(600)
         assert not self._thread.is_alive(), "it ends when nobody is there"
 
 

@@ -138,7 +138,7 @@ nothing = lambda: None
 ForkServer(Stages(first=nothing, second=nothing, third=None, errand=errand))
 """
     command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True, timeout=280)
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True, timeout=600)
     assert ended.stderr == ""  # read until the last process that holds it has ended
 
 

@@ -48,7 +48,7 @@ def test_the_ray_token_is_private_and_valid(tmp_path: Path) -> None:
             env={**environment, "HOME": str(tmp_path), "RAY_TMPDIR": folder},
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=600,
             check=False,
         )
     *found, refused = done.stdout.splitlines()

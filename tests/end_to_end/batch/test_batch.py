@@ -219,7 +219,7 @@ def test_a_batch_job_on_a_gpu_uses_gpu_kernels(pair: Pair, one_row: Path, tmp_pa
 def taken(cpus: float) -> Iterator[None]:
     """Hold CPUs of the cluster, as another job would."""
     group = placement_group([{"CPU": cpus}])
-    assert group.wait(240)
+    assert group.wait(600)
     yield
     remove_placement_group(group)
 

@@ -114,7 +114,7 @@ def hold(config: EngineConfig) -> PlacementGroup:
     on_cpus = Topology.of(config, {}).worker_bundles()
     bundles = [total([gpus, cpus]) for gpus, cpus in zip(on_gpus, on_cpus, strict=True)]
     group = placement_group(bundles, strategy="STRICT_PACK")
-    assert group.wait(30), bundles
+    assert group.wait(600), bundles
     return group
 
 
@@ -166,6 +166,6 @@ def test_engines_of_every_topology_fill_their_nodes_and_change_no_token(
     assert "needs 4 GPU (there is 2) free on one node" in refusal(with_topology(config, 4))
 
     hosts = [host(each, group) for each, group in zip([*on_one, *on_two], groups, strict=True)]
-    assert all(ray.get([each.borrows.remote() for each in hosts], timeout=240))
-    for tokens, accepted in ray.get([each.run.remote() for each in hosts], timeout=240):
+    assert all(ray.get([each.borrows.remote() for each in hosts], timeout=600))
+    for tokens, accepted in ray.get([each.run.remote() for each in hosts], timeout=600):
         assert tokens == expected and accepted > 0

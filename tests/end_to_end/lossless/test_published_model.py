@@ -11,8 +11,6 @@ from manta.actors.checkpoints.published_models import find_model
 from manta.cluster.errors import UnreachableError
 from trials.published_models import Model
 
-pytestmark = pytest.mark.timeout(900)  # half of a minute on an idle machine, and a download of 98 MB
-
 
 @pytest.fixture(scope="module")
 def smollm2() -> Model:

@@ -66,7 +66,7 @@ def server(args: dict[str, Any]) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=240)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600)
 
 
 def test_ray_config_is_a_valid_serve_config() -> None:
@@ -168,13 +168,13 @@ def test_the_openai_client_is_served_complete_and_streamed(server: Server, clien
 
 
 def running(server: Server) -> float:
-    lines = httpx.get(f"{server.url}/metrics", timeout=240).text.splitlines()
+    lines = httpx.get(f"{server.url}/metrics", timeout=600).text.splitlines()
     return float(next(line for line in lines if line.startswith("vllm:num_requests_running")).split()[-1])
 
 
 def test_a_disconnect_frees_its_request_through_the_proxy(server: Server) -> None:
     body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=240) as response:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=600) as response:
         next(response.iter_lines())
     wait_until(lambda: running(server) == 0, poll_s=0.1)
 
@@ -253,7 +253,7 @@ def test_rays_exporter_shows_what_the_replica_does(server: Server) -> None:
     """
     body = {"model": "tiny", "prompt": "x" * 400, "max_tokens": 24, "ignore_eos": True}
     for _ in range(2):
-        httpx.post(f"{server.url}/v1/completions", json=body, timeout=240).raise_for_status()
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=600).raise_for_status()
     (node,) = ray.nodes()
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
 
@@ -282,7 +282,7 @@ def in_ray(name: str) -> str:
 def samples(url: str) -> dict[str, float]:
     """The model's metrics by name, summed over labels (in any order, with the same result)."""
     found: dict[str, list[float]] = {}
-    for family in text_string_to_metric_families(httpx.get(url, timeout=240).text):
+    for family in text_string_to_metric_families(httpx.get(url, timeout=600).text):
         for sample in family.samples:
             if sample.labels.get("model_name") == "tiny":
                 found.setdefault(sample.name, []).append(sample.value)

@@ -64,7 +64,7 @@ def test_overload_is_refused_as_by_openai_and_accepted_requests_continue(served:
 def test_a_stalled_reader_delays_no_others_and_misses_nothing(served: Served, trial: Trial) -> None:
     with socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        reader.settimeout(240)
+        reader.settimeout(600)
         reader.connect(("127.0.0.1", served.port))
         body = {"prompt": "x", "max_tokens": 480, "n": 4, "ignore_eos": True, "stream": True, "seed": 1}
         content = json.dumps({**body, "temperature": 1.0, "return_token_ids": True}).encode()
@@ -99,7 +99,7 @@ def test_a_single_replicas_death_closes_connections_and_service_returns(
     served: Served,
 ) -> None:
     """No process is left to write an event; OpenAI's client raises an error that it retries."""
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=240)
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=600)
     requested = {"model": client.models.list().data[0].id, "prompt": "x", "max_tokens": 480}
     pieces = client.completions.create(**requested, stream=True, extra_body={"ignore_eos": True})
     next(iter(pieces))
@@ -117,7 +117,7 @@ def test_the_death_of_serves_controller_affects_no_request(trial: Trial) -> None
 def stream(url: str, n: int, max_tokens: int, began: threading.Event) -> str:
     """Return the last two events of a stream."""
     body = {"prompt": "x", "n": n, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=240) as response:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=600) as response:
         events = []
         for line in response.iter_lines():
             began.set()
@@ -146,7 +146,7 @@ def test_a_stopping_server_accepts_no_request_and_finishes_streams(
         assert started[1].wait(WAIT_S)
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: "no new requests" in said() and served.health() == 503, WAIT_S, "it goes on")
-        refused = httpx.post(f"{served.url}/v1/completions", json={"prompt": "x"}, timeout=240)
+        refused = httpx.post(f"{served.url}/v1/completions", json={"prompt": "x"}, timeout=600)
         assert refused.status_code == 503 and refused.headers["retry-after"]
         assert refused.json()["error"]["type"] == "ServiceUnavailableError"
         last = [each.result(WAIT_S) for each in long]

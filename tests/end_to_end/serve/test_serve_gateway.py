@@ -108,7 +108,7 @@ def body(i: int) -> dict[str, Any]:
 def read(server: Cluster, i: int, started: threading.Barrier | None = None) -> dict[str, Any]:
     """A whole stream, as its client sees it."""
     seen: dict[str, Any] = {"text": "", "token_ids": [], "ids": set(), "comments": 0, "done": False}
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body(i), timeout=120) as response:
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body(i), timeout=600) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             seen["comments"] += line.startswith(":")
@@ -128,7 +128,7 @@ def read(server: Cluster, i: int, started: threading.Barrier | None = None) -> d
                     name: event["usage"][name] for name in ("prompt_tokens", "completion_tokens")
                 }
             if started is not None and len(seen["token_ids"]) > 20:
-                started.wait(60)
+                started.wait(600)
                 started = None
     return seen
 
@@ -159,7 +159,7 @@ def test_streams_outlive_their_replica(server: Cluster) -> None:
         undisturbed = list(pool.map(lambda i: read(server, i), range(NUM_STREAMS)))
         started = threading.Barrier(NUM_STREAMS + 1)
         streams = [pool.submit(read, server, i, started) for i in range(NUM_STREAMS)]
-        started.wait(60)
+        started.wait(600)
         pids = actor_pids(REPLICA)
         assert len(pids) == 2
         os.kill(min(pids), signal.SIGKILL)

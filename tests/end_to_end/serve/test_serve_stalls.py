@@ -13,7 +13,6 @@ from trials.serving.serving_load import Load
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_a_stopped_worker_costs_no_stream_and_its_replica_is_replaced(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:

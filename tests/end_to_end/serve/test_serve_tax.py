@@ -136,7 +136,7 @@ def test_a_signal_also_ends_the_measured_server(config: EngineConfig, tmp_path: 
             wait_until(lambda: bool(servers_of(process.pid)), 60, "there is no server")
             servers = servers_of(process.pid)
             process.terminate()
-            assert process.wait(timeout=240) == 128 + signal.SIGTERM
+            assert process.wait(timeout=600) == 128 + signal.SIGTERM
         finally:
             process.kill()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers), 30, f"{servers} are there")

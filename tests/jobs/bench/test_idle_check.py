@@ -121,7 +121,7 @@ def test_an_orphaned_descendant_counts_as_own(is_ended: bool, looks: list[None])
     with watch.open(), parent_of_busy() as (parent, pid):
         num_before = len(looks)
         wait_until(lambda: len(looks) > num_before + 1)  # it is seen while its parent lives
-        parent.communicate(timeout=280)
+        parent.communicate(timeout=600)
         taken_s = used_s(pid, 0.4)
         if is_ended:
             num_before = len(looks)

@@ -117,7 +117,7 @@ def test_only_headers_of_a_drafter_on_the_hub_are_downloaded(tmp_path: Path):
             env={**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"},
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=600,
             check=False,
         )
     assert done.returncode == 0, done.stderr

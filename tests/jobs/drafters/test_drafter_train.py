@@ -115,7 +115,7 @@ def test_two_workers_average_their_gradients_and_have_the_same_weights(tmp_path:
     workers = process_group.joined()  # as under Ray Train, which connects them itself
     ours = weights_after_some_steps(tmp_path / "run", (0,), workers)
     workers.close()
-    other.communicate(timeout=280)
+    other.communicate(timeout=600)
     assert other.returncode == 0
     theirs = torch.load(tmp_path / "theirs.pt", weights_only=True)
     alone = weights_after_some_steps(tmp_path / "alone", parts=(0, 1))

@@ -261,4 +261,4 @@ for _ in range(2):
 
 
 def test_large_blocks_are_mapped_one_by_one_again_after_training() -> None:
-    subprocess.run([sys.executable, "-c", MAPPED_BLOCKS], check=True, timeout=280)
+    subprocess.run([sys.executable, "-c", MAPPED_BLOCKS], check=True, timeout=600)

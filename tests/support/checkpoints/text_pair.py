@@ -114,7 +114,7 @@ class LiveServer:
 
     def __enter__(self) -> LiveServer:
         self._thread.start()
-        assert self._ready.wait(timeout=240)  # a fresh copy compiles loops first
+        assert self._ready.wait(timeout=600)  # a fresh copy compiles loops first
         if self._failure is not None:
             raise self._failure
         return self

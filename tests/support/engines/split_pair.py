@@ -93,5 +93,5 @@ class Pair:
 
     def close(self) -> None:
         self.remote.disconnect()
-        self._thread.join(timeout=240)
+        self._thread.join(timeout=600)
         assert not self._thread.is_alive(), "it ends when nobody needs it"

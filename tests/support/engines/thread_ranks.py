@@ -23,7 +23,7 @@ class ThreadRanks:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._barrier = threading.Barrier(world_size, timeout=250)
+        self._barrier = threading.Barrier(world_size, timeout=600)
         self._shown: list[torch.Tensor] = [torch.empty(0)] * world_size
 
     def meet(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -49,6 +49,6 @@ def run_without(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=600,
         check=False,
     )

@@ -57,7 +57,7 @@ def run_python(script: str, *args: object, **environment: str) -> str:
         env={k: v for k, v in {**os.environ, **environment}.items() if v},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

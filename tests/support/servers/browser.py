@@ -77,7 +77,7 @@ class Browser:
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._at + path, data, method=method)
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             return json.load(answer)["value"]
 
 
@@ -95,7 +95,7 @@ def real_browser() -> Iterator[Browser]:
         found.close()
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(600)
 
 
 def wait_for(browser: Browser, what: str) -> Any:

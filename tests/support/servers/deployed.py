@@ -94,7 +94,7 @@ class Cluster:
     def ask(self, body: Mapping[str, Any] = BODY) -> str:
         """Return the text of a stream, or its error."""
         try:
-            answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+            answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=600)
         except httpx.HTTPError as error:
             return f"failed: {type(error).__name__}"
         if answer.status_code != 200:

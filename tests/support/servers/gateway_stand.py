@@ -135,7 +135,7 @@ class GatewayStand:
         self.http.close()
         self.run(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
+        self._thread.join(600)
 
     async def _open(self) -> None:
         await asyncio.gather(*(replica.open() for replica in self.replicas))

@@ -58,7 +58,7 @@ def test_a_key_that_compiled_for_too_long_gets_429_and_keeps_the_grammars_it_has
     monkeypatch.setattr("manta.actors.structured_outputs.compile_turns.BUDGET_S", 0.5)
     config = EngineConfig.from_dict({"model": str(MODEL), "max_num_seqs": 8})
     make = partial(make_executor, eos_token_ids=(END,))
-    with LiveServer(config, ServerSettings(api_key=KEYS), make) as server, httpx.Client(timeout=300) as http:
+    with LiveServer(config, ServerSettings(api_key=KEYS), make) as server, httpx.Client(timeout=600) as http:
 
         def answer(key: str, **fields: object) -> httpx.Response:
             return http.post(server.url + TEXT, json=text(**fields), headers=header(key))

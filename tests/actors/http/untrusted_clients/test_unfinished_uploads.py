@@ -61,7 +61,7 @@ def answered(connections: list[socket.socket]) -> list[socket.socket]:
 
 def status_of(connection: socket.socket) -> int:
     """Return the status, 0 if the response was lost with the connection."""
-    connection.settimeout(300)
+    connection.settimeout(600)
     try:
         return int(connection.recv(1 << 16).split(maxsplit=2)[1])
     except (ConnectionError, IndexError):
