@@ -37,7 +37,7 @@ def test_a_batch_continues_while_the_gcs_is_killed_and_restarted(tmp_path: Path)
     ]
     content = "".join(json.dumps(line) + "\n" for line in lines).encode()
     with Served(settings, tmp_path / "log", nodes=(4,), storage=True) as served:
-        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=600)
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=60, max_retries=9)
         file = client.files.create(file=("in.jsonl", content), purpose="batch")
         batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
