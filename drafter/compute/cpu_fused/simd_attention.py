@@ -23,7 +23,15 @@ from numba import carray
 
 from ..cpu_numba.element_ops import elements, pointer
 from .qkv_heads import BLOCK, QUAD, find_blocks
-from .tiles.simd_tiles import CHUNK, ROW_BYTES, combine_rows, most_rows, pack_rows, score_rows
+from .tiles.simd_tiles import (
+    CHUNK,
+    ROW_BYTES,
+    combine_rows,
+    most_rows,
+    pack_rows,
+    packed_row_bytes,
+    score_rows,
+)
 from .tiles.simd_vectors import scale_rounded, soften_row
 
 _ROWS = 12  # of the highest tile
@@ -75,13 +83,14 @@ def attend_rows(
             if tree != 0:
                 highest = max(highest, first + row % num_rows + 1)
             source = qkv + row % num_rows * row_bytes + 2 * (head * shared + row // num_rows) * head_dim
-            pack_rows(source, _INT64, queries + i * ROW_BYTES, count * ROW_BYTES, 1, head_dim)
+            place = queries + i * packed_row_bytes()
+            pack_rows(source, _INT64, place, count * packed_row_bytes(), 1, head_dim)
         # Only chunks that some row sees; others would add zeros.
         begin = lowest // CHUNK
         chunks = (highest + CHUNK - 1) // CHUNK - begin
         seen = blocks + 8 * QUAD * begin
         score_rows(
-            queries, count * ROW_BYTES, seen, chunks, head * head_bytes, scores, head_dim // 2, count
+            queries, count * packed_row_bytes(), seen, chunks, head * head_bytes, scores, head_dim // 2, count
         )  # fmt: skip
         for i in range(count):
             mine = scores + i * ROW_BYTES

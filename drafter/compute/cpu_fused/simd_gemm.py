@@ -17,11 +17,12 @@ from .packed_weight import MOST_FORMS, WEIGHT, expand_panel, multiply_codes, pre
 from .tiles.amx_tiles import COLUMNS, SUMS_STRIDE
 from .tiles.simd_tiles import (
     CHUNK,
-    ROW_BYTES,
     TILE_BYTES,
+    host_row_bytes,
     most_rows,
     multiply_rows,
     pack_rows,
+    packed_row_bytes,
     panels_at_once,
 )
 
@@ -32,14 +33,15 @@ SUMS_BYTES = _EVEN_ROWS * SUMS_STRIDE
 
 def packed_bytes(inputs: int) -> int:
     """Return the memory that `project_rows` needs after SUMS_BYTES, in bytes."""
-    at_once = max(_CACHE_BYTES // (4 * inputs) // _EVEN_ROWS, 1) * _EVEN_ROWS
-    return at_once * -(-inputs // CHUNK) * ROW_BYTES
+    chunks, row_bytes = -(-inputs // CHUNK), host_row_bytes()
+    return max(_CACHE_BYTES // (chunks * row_bytes) // _EVEN_ROWS, 1) * _EVEN_ROWS * chunks * row_bytes
 
 
 @elements
 def _rows_at_once(inputs):
     """Return how many packed rows stay in a core's cache while panels of the weight stream by."""
-    return max(_CACHE_BYTES // (4 * inputs) // _EVEN_ROWS, 1) * _EVEN_ROWS
+    row_bytes = (inputs + CHUNK - 1) // CHUNK * packed_row_bytes()
+    return max(_CACHE_BYTES // row_bytes // _EVEN_ROWS, 1) * _EVEN_ROWS
 
 
 def project_rows(
@@ -49,7 +51,8 @@ def project_rows(
     packed = sums + SUMS_BYTES
     for start in range(0, num_rows, _rows_at_once(inputs)):
         count = min(_rows_at_once(inputs), num_rows - start)
-        pack_rows(x + 2 * start * inputs, 2 * inputs, packed, count * ROW_BYTES, count, inputs)
+        chunk_bytes = count * packed_row_bytes()
+        pack_rows(x + 2 * start * inputs, 2 * inputs, packed, chunk_bytes, count, inputs)
         parts = (count + most_rows() - 1) // most_rows()
         panel, form, begin = first_panel, 0, 0
         w = records(weight, MOST_FORMS, WEIGHT)[0]
@@ -70,10 +73,10 @@ def project_rows(
                 first, last = count * part // parts, count * (part + 1) // parts
                 rows = last - first
                 if w.kernel != 0 and parts == 1:
-                    multiply_codes(packed, count * ROW_BYTES, w, of_form, step, sums, rows, panels)
+                    multiply_codes(packed, chunk_bytes, w, of_form, step, sums, rows, panels)
                 else:
                     multiply_rows(
-                        packed + first * ROW_BYTES, count * ROW_BYTES, tiles, tile_bytes,
+                        packed + first * packed_row_bytes(), chunk_bytes, tiles, tile_bytes,
                         2 * tile_bytes * step, sums, inputs // 2, rows, panels,
                     )  # fmt: skip
                 for j in range(panels):

@@ -26,6 +26,7 @@ from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
 from manta.drafter.compute.cpu_fused.operators import PackedLinear
 from manta.drafter.compute.cpu_fused.qkv_heads import BLOCK
 from manta.drafter.compute.cpu_fused.tiles.isa_dispatch import has_tiles
+from manta.drafter.compute.cpu_numba import cpu_features
 from manta.drafter.compute.cpu_numba.cpu_features import (
     VARIABLE,
     Instructions,
@@ -293,6 +294,27 @@ def test_the_tests_pass_with_fewer_cpu_instructions(kind: Instructions):
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert "passed" in done.stdout and "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("cpu", "named", "expected"),
+    [
+        ("znver5", None, Instructions.AVX512_BF16),
+        ("sapphirerapids", None, Instructions.AVX512),
+        ("sapphirerapids", "avx512_bf16", Instructions.AVX512_BF16),
+    ],
+)
+def test_dot_products_are_used_where_they_are_fast_or_named(
+    cpu: str, named: str | None, expected: Instructions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU with AVX512_BF16 whose AMX the system does not permit."""
+    has = dict.fromkeys(("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16"), True)
+    monkeypatch.setattr(cpu_features.binding, "get_host_cpu_features", lambda: has)
+    monkeypatch.setattr(cpu_features.binding, "get_host_cpu_name", lambda: cpu)
+    monkeypatch.setattr(cpu_features.platform, "machine", lambda: "x86_64")
+    monkeypatch.delenv("NUMBA_CPU_FEATURES", raising=False)
+    monkeypatch.setenv(VARIABLE, named or "")
+    assert bf16_instructions.__wrapped__() is expected
 
 
 def test_unknown_instructions_are_refused(monkeypatch: pytest.MonkeyPatch):

@@ -47,8 +47,8 @@ from ...cpu_numba.llvm_intrinsics import (
     procedure,
     store,
 )
-from .simd_tiles import RegisterTile, input_address, prefetch_lines, switch_tiles, tiles_of
-from .simd_vectors import rounded_lanes
+from .simd_tiles import FloatTile, PairTile, prefetch_lines, switch_tiles, tiles_of
+from .simd_vectors import rounded_lanes, rounded_pairs
 
 # Arguments of both operations, as int64 in this order; `target` of expanded tiles alone.
 CODE_ARGUMENTS = (
@@ -106,15 +106,18 @@ class _Decoder:
             for address in addresses
         ]
 
-    def value(self, builder: Any, line: Value, half: int, shared: Sequence[Value]) -> Value:
-        """Return the values of 16 columns, fp32, of the first (0) or second (1) of a pair of inputs."""
+    def value(self, builder: Any, line: Value, half: int, shared: Sequence[Value], *, rounded: bool) -> Value:
+        """Return the values of 16 columns, fp32, of the first (0) or second (1) of a pair of inputs.
+
+        Unless `rounded`, the caller rounds them to bf16.
+        """
         value = _DECODED[self.code](builder, line, half)
         if self._has_zeros:
             value = builder.fsub(value, shared[1])
         value = builder.fmul(value, shared[0])
         if self._has_offsets:
             value = builder.fadd(value, shared[1])
-        return _as_bf16(builder, value) if self._rounds else value
+        return _as_bf16(builder, value) if rounded and self._rounds else value
 
 
 def _multiply(builder: Any, arguments: Value, decoder: _Decoder) -> None:
@@ -142,7 +145,11 @@ def _multiply(builder: Any, arguments: Value, decoder: _Decoder) -> None:
 
 
 def _sum_tile(
-    builder: Any, values: dict[str, Value], decoder: _Decoder, tile: RegisterTile, columns: Sequence[int]
+    builder: Any,
+    values: dict[str, Value],
+    decoder: _Decoder,
+    tile: FloatTile | PairTile,
+    columns: Sequence[int],
 ) -> None:
     with cgutils.for_range(builder, values["pairs"]) as loop:
         shared = [decoder.shared(builder, values, j, loop.index) for j in columns]
@@ -152,9 +159,9 @@ def _sum_tile(
         ]
         prefetch_lines(builder, lines)
         tile.add(
-            input_address(builder, values["a"], values["chunk_bytes"], loop.index),
+            tile.input_address(values["a"], values["chunk_bytes"], loop.index),
             lambda half: [
-                decoder.value(builder, line, half, of_tile)
+                decoder.value(builder, line, half, of_tile, rounded=not tile.rounds_weights)
                 for line, of_tile in zip(lines, shared, strict=True)
             ],
         )
@@ -173,10 +180,8 @@ def _expand(builder: Any, values: dict[str, Value], decoder: _Decoder) -> None:
             shared = decoder.shared(builder, values, tile, loop.index)
             line = at(builder, codes, (loop.index, decoder.line_bytes))
             prefetch(builder, at(builder, line, (values["panel_bytes"], 1)))
-            even, odd = (decoder.value(builder, line, half, shared) for half in (0, 1))
-            low = builder.lshr(builder.bitcast(even, PAIRS), lanes(16, INT32))
-            high = builder.and_(builder.bitcast(odd, PAIRS), lanes(_UPPER_HALF, INT32))
-            store(builder, builder.or_(low, high), at(builder, target, (loop.index, 64)))
+            values_of_pair = [decoder.value(builder, line, half, shared, rounded=False) for half in (0, 1)]
+            store(builder, rounded_pairs(builder, *values_of_pair), at(builder, target, (loop.index, 64)))
 
 
 def _as_bf16(builder: Any, value: Value) -> Value:

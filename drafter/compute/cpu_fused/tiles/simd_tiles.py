@@ -2,8 +2,13 @@
 
 A tile is up to `most_rows()` rows by some groups of 16 columns, summed in fp32. Every sum is one chain over
 the inputs in order, so a row's bits depend neither on other rows nor on how many columns are computed at
-once. Weights are read as bf16 and widened in registers with a shift or a mask; rows are widened once for all
-columns (`pack_rows`), so that a broadcast reads an fp32. LLVM splits vectors of 16 lanes to the CPU's width.
+once. LLVM splits vectors of 16 lanes to the CPU's width. Two kinds of tiles:
+
+- `FloatTile`: weights are read as bf16 and widened in registers with a shift or a mask; rows are widened once
+  for all columns (`pack_rows`), so that a broadcast reads an fp32.
+- `PairTile`, on CPUs whose dot products of bf16 pairs are fast (`Instructions.AVX512_BF16`): half of the
+  instructions. Each adds a pair's products to a sum in fp32; subnormal numbers count as zeros. The weights of
+  values are fp32, so these products use the other kind.
 
     rows, packed:  [K / 64] chunks of [rows, 64]      weights: per 16 columns [K / 2] pairs of [16, 2]
 
@@ -26,6 +31,7 @@ from numba.extending import intrinsic
 from ...cpu_numba.cpu_features import Instructions, bf16_instructions
 from ...cpu_numba.llvm_intrinsics import (
     FLOATS,
+    HALVES,
     INT32,
     INT64,
     PAIRS,
@@ -39,11 +45,12 @@ from ...cpu_numba.llvm_intrinsics import (
     procedure,
     spread,
     store,
-    widen,
+    widened,
 )
+from .simd_vectors import rounded_pairs
 
 CHUNK = 64  # consecutive inputs of a packed row
-ROW_BYTES = 4 * CHUNK
+ROW_BYTES = 4 * CHUNK  # in fp32
 TILE_BYTES = 1024  # of weights: 16 columns, 32 inputs
 _WIDE, _NARROW = (12, {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4}), (6, {1: 4, 2: 2, 3: 2})
 _ODD = -65536  # mask of an int32's upper half
@@ -88,8 +95,11 @@ def panels_at_once(context, rows):
     return types.int64(types.int64), generate
 
 
-class RegisterTile:
+class _RegisterTile:
     """[rows, 16 columns] of fp32 sums in registers."""
+
+    element_bytes: int  # of a packed row
+    rounds_weights: bool  # `add` rounds them to bf16
 
     def __init__(self, builder: Any, rows: int, columns: int) -> None:
         self._builder, self._rows, self._columns = builder, rows, columns
@@ -97,31 +107,13 @@ class RegisterTile:
         for slot in self._slots:
             builder.store(lanes(0.0), slot)
 
-    def add(self, a: Value, weights: Callable[[int], Sequence[Value]]) -> None:
-        """Add the products of two inputs of each row, at `a`, with those of each group of 16 columns.
-
-        `weights` returns the fp32 weights of the first (0) or second (1) input.
-        """
+    def input_address(self, a: Value, chunk_bytes: Value, pair: Value) -> Value:
+        """Return the address of a pair of inputs in a packed row."""
         builder = self._builder
-        for half in (0, 1):
-            widened = weights(half)
-            for i in range(self._rows):
-                value = load(builder, at(builder, a, (i, ROW_BYTES), (half, 4)), INT32)
-                everywhere = builder.bitcast(spread(builder, value), FLOATS)
-                for j, weight in enumerate(widened):
-                    slot = self._slots[i * self._columns + j]
-                    args = [everywhere, weight, builder.load(slot)]
-                    builder.store(call(builder, "llvm.fma.v16f32", FLOATS, args), slot)
-
-    def add_bf16(self, a: Value, lines: Sequence[Value]) -> None:
-        """`add` of pairs of bf16 weights at `lines`."""
-        pairs = [load(self._builder, address, PAIRS) for address in lines]
-        self.add(a, lambda half: [self._builder.bitcast(self._half(pair, half), FLOATS) for pair in pairs])
-
-    def _half(self, pair: Value, half: int) -> Value:
-        if half:
-            return self._builder.and_(pair, lanes(_ODD, INT32))
-        return self._builder.shl(pair, lanes(16, INT32))
+        chunk = builder.lshr(pair, integer(5))
+        inside = builder.and_(pair, integer(CHUNK // 2 - 1))
+        begin = builder.add(a, builder.mul(chunk, chunk_bytes))
+        return at(builder, begin, (inside, 2 * self.element_bytes))
 
     def store_sums(self, sums: Value, columns: Sequence[int]) -> None:
         """Store groups of 16 columns, by number, as panels of [rows, 32]."""
@@ -139,6 +131,94 @@ class RegisterTile:
                 store(
                     builder, builder.load(self._slots[i * self._columns + j]), at(builder, begin, *places[j])
                 )
+
+    def _add(self, row: int, weights: Sequence[Value], add: Callable[[Value, Value], Value]) -> None:
+        """Add to a row's sums: `add` takes a group's weights and its sums."""
+        for j, weight in enumerate(weights):
+            slot = self._slots[row * self._columns + j]
+            self._builder.store(add(weight, self._builder.load(slot)), slot)
+
+
+class FloatTile(_RegisterTile):
+    """Sums of fp32 products of rows in fp32."""
+
+    element_bytes, rounds_weights = 4, False
+
+    def add(self, a: Value, weights: Callable[[int], Sequence[Value]]) -> None:
+        """Add the products of two inputs of each row, at `a`, with those of each group of 16 columns.
+
+        `weights` returns the fp32 weights of the first (0) or second (1) input.
+        """
+        builder = self._builder
+        for half in (0, 1):
+            widened = weights(half)
+            for i in range(self._rows):
+                value = load(builder, at(builder, a, (i, ROW_BYTES), (half, 4)), INT32)
+                everywhere = builder.bitcast(spread(builder, value), FLOATS)
+                self._add(
+                    i,
+                    widened,
+                    lambda weight, total, value=everywhere: call(
+                        builder, "llvm.fma.v16f32", FLOATS, [value, weight, total]
+                    ),
+                )
+
+    def add_bf16(self, a: Value, lines: Sequence[Value]) -> None:
+        """`add` of pairs of bf16 weights at `lines`."""
+        pairs = [load(self._builder, address, PAIRS) for address in lines]
+        self.add(a, lambda half: [self._builder.bitcast(self._half(pair, half), FLOATS) for pair in pairs])
+
+    def _half(self, pair: Value, half: int) -> Value:
+        if half:
+            return self._builder.and_(pair, lanes(_ODD, INT32))
+        return self._builder.shl(pair, lanes(16, INT32))
+
+
+class PairTile(_RegisterTile):
+    """Sums of dot products of bf16 pairs, of rows in bf16."""
+
+    element_bytes, rounds_weights = 2, True
+
+    def add(self, a: Value, weights: Callable[[int], Sequence[Value]]) -> None:
+        """`FloatTile.add`; weights are rounded to bf16."""
+        firsts, seconds = weights(0), weights(1)
+        self._add_pairs(
+            a, [rounded_pairs(self._builder, *both) for both in zip(firsts, seconds, strict=True)]
+        )
+
+    def add_bf16(self, a: Value, lines: Sequence[Value]) -> None:
+        self._add_pairs(a, [load(self._builder, address, PAIRS) for address in lines])
+
+    def _add_pairs(self, a: Value, pairs: Sequence[Value]) -> None:
+        builder = self._builder
+        for i in range(self._rows):
+            everywhere = spread(builder, load(builder, at(builder, a, (i, 2 * CHUNK)), INT32))
+            self._add(
+                i,
+                pairs,
+                lambda pair, total, value=everywhere: call(
+                    builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, value, pair]
+                ),
+            )
+
+
+def _bf16_tile() -> type[FloatTile] | type[PairTile]:
+    return PairTile if bf16_instructions() is Instructions.AVX512_BF16 else FloatTile
+
+
+def host_row_bytes() -> int:
+    """Return the bytes of a chunk of a row packed by `pack_rows`."""
+    return CHUNK * _bf16_tile().element_bytes
+
+
+@intrinsic
+def packed_row_bytes(context):
+    """Return `host_row_bytes` in compiled code."""
+
+    def generate(context, builder, signature, args):
+        return integer(host_row_bytes())
+
+    return types.int64(), generate
 
 
 def _value(number: Value | int) -> Value:
@@ -169,11 +249,11 @@ def switch_tiles(builder: Any, rows: Value, panels: Value, emit: Callable[[int, 
     _switch(builder, at(builder, panels, (rows, 8)), cases)
 
 
-def tiles_of(builder: Any, rows: int, panels: int) -> Iterator[tuple[RegisterTile, Sequence[int]]]:
+def tiles_of(builder: Any, rows: int, panels: int) -> Iterator[tuple[FloatTile | PairTile, Sequence[int]]]:
     """Yield the tiles of registers of a product, and the numbers of their groups of 16 columns."""
     columns = min(_columns(rows), 2 * panels)
     for begin in range(0, 2 * panels, columns):
-        yield RegisterTile(builder, rows, columns), range(begin, begin + columns)
+        yield _bf16_tile()(builder, rows, columns), range(begin, begin + columns)
 
 
 def _emit_product(builder, args):
@@ -182,7 +262,7 @@ def _emit_product(builder, args):
     def emit(num_rows: int, num_panels: int) -> None:
         for tile, columns in tiles_of(builder, num_rows, num_panels):
             with cgutils.for_range(builder, pairs) as loop:
-                place = input_address(builder, a, chunk_bytes, loop.index)
+                place = tile.input_address(a, chunk_bytes, loop.index)
                 line = at(builder, weight, (loop.index, 64))
                 places = [at(builder, line, (panel_bytes, j // 2), (tile_bytes, j % 2)) for j in columns]
                 prefetch_lines(builder, places)
@@ -196,13 +276,6 @@ def prefetch_lines(builder: Any, lines: Sequence[Value]) -> None:
     """Start to read what follows each line of weights in its tile."""
     for address in lines:
         prefetch(builder, at(builder, address, (1, _AHEAD_BYTES)))
-
-
-def input_address(builder: Any, a: Value, chunk_bytes: Value, pair: Value) -> Value:
-    """Return the address of a pair of inputs in a packed row."""
-    chunk = builder.lshr(pair, integer(5))
-    inside = builder.and_(pair, integer(CHUNK // 2 - 1))
-    return at(builder, builder.add(a, builder.mul(chunk, chunk_bytes)), (inside, 8))
 
 
 def _emit_scores(builder, args):
@@ -222,9 +295,9 @@ def _emit_scores(builder, args):
                         )
                         for j in mine
                     ]
-                    tile = RegisterTile(builder, num, columns)
+                    tile = _bf16_tile()(builder, num, columns)
                     with cgutils.for_range(builder, pairs) as loop:
-                        place = input_address(builder, queries, chunk_bytes, loop.index)
+                        place = tile.input_address(queries, chunk_bytes, loop.index)
                         tile.add_bf16(place, [at(builder, key, (loop.index, 64)) for key in keys])
                     tile.store(target, ROW_BYTES, [[(integer(64), j)] for j in mine])
 
@@ -242,7 +315,7 @@ def _emit_combination(builder, args):
         def emit() -> None:
             width = 16 * columns
             with cgutils.for_range(builder, builder.udiv(head_dim, integer(width))) as part:
-                tile = RegisterTile(builder, num, columns)
+                tile = FloatTile(builder, num, columns)
                 begin = at(builder, offset, (part.index, width * 32))
                 with cgutils.for_range(builder, count) as outer:
                     block = builder.add(begin, load(builder, at(builder, blocks, (outer.index, 8)), INT64))
@@ -266,13 +339,15 @@ def _emit_combination(builder, args):
 
 def _emit_pack(builder, args):
     x, x_stride, target, chunk_bytes, rows, inputs = args
+    size = _bf16_tile().element_bytes
     with cgutils.for_range(builder, rows) as row:
         source = builder.add(x, builder.mul(row.index, x_stride))
-        to = at(builder, target, (row.index, ROW_BYTES))
+        to = at(builder, target, (row.index, CHUNK * size))
         with cgutils.for_range(builder, builder.udiv(inputs, integer(16))) as loop:
             chunk, inside = builder.lshr(loop.index, integer(2)), builder.and_(loop.index, integer(3))
-            place = at(builder, builder.add(to, builder.mul(chunk, chunk_bytes)), (inside, 64))
-            store(builder, widen(builder, at(builder, source, (loop.index, 32))), place)
+            place = at(builder, builder.add(to, builder.mul(chunk, chunk_bytes)), (inside, 16 * size))
+            halves = load(builder, at(builder, source, (loop.index, 32)), HALVES)
+            store(builder, widened(builder, halves) if size == 4 else halves, place)
 
 
 # (x, x_stride, target, chunk_bytes, rows, inputs): pack bf16 rows of a multiple of 32 inputs; chunks are

@@ -62,6 +62,17 @@ def rounded_lanes(builder: Any, floats: Value) -> Value:
     return builder.bitcast(rounded, HALVES)
 
 
+def rounded_pairs(builder: Any, evens: Value, odds: Value) -> Value:
+    """Return 16 pairs of bf16 as int32, the even one in the lower half; each is rounded to nearest even."""
+    if bf16_instructions() in (Instructions.AMX, Instructions.AVX512_BF16):
+        name, kind = "llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.VectorType(BFloat(), 32)
+        both = builder.bitcast(call(builder, name, kind, [odds, evens]), ir.VectorType(INT16, 32))
+        order = ir.Constant(ir.VectorType(INT32, 32), [e // 2 + 16 * (e % 2) for e in range(32)])
+        return builder.bitcast(builder.shuffle_vector(both, both, order), PAIRS)
+    low, high = (builder.zext(rounded_lanes(builder, floats), PAIRS) for floats in (evens, odds))
+    return builder.or_(low, builder.shl(high, lanes(16, INT32)))
+
+
 def _round_bits(builder: Any, floats: Value) -> Value:
     bits = builder.bitcast(floats, PAIRS)
     odd = builder.and_(builder.lshr(bits, lanes(16, INT32)), lanes(1, INT32))
