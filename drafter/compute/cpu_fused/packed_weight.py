@@ -33,7 +33,16 @@ from ..checkpoint.quantized_matrix import (
 from ..cpu_numba.element_ops import Task, elements, float_of, pointer, record_dtype, records
 from ..cpu_numba.llvm_intrinsics import call_task, stack_memory
 from .tiles.amx_tiles import COLUMNS
-from .tiles.code_tiles import CODE_ARGUMENTS, EXPAND, FACTORS, MULTIPLY, code_product
+from .tiles.code_tiles import (
+    CODE_ARGUMENTS,
+    EXPAND,
+    FACTORS,
+    MULTIPLY,
+    code_product,
+    multiply_signed,
+    multiply_unsigned,
+    widen_halves,
+)
 from .tiles.simd_tiles import TILE_BYTES
 
 MOST_TILES = 8  # multiplied at once
@@ -334,9 +343,9 @@ def _expand(values, form, blocks, block_shift, num_blocks, tile, groups, factor,
         for i in range(size):
             found[i] = float_of(brains[i]) * factor
     elif form == _FP16_FORM:
-        halves = carray(pointer(values + 2 * at, _BF16), (size,))
+        widen_halves(values + 2 * at, target, groups)
         for i in range(size):
-            found[i] = _float_of_half(halves[i]) * factor
+            found[i] *= factor
     elif form == _EXPONENTS:
         exponents = carray(pointer(values + at, _BYTE), (size,))
         for i in range(size):
@@ -346,24 +355,11 @@ def _expand(values, form, blocks, block_shift, num_blocks, tile, groups, factor,
         for i in range(size):
             found[i] = np.float32(zeros[i]) - np.float32(8)
     else:
-        integers = carray(pointer(values + at, _BYTE), (size,))
-        halves = carray(pointer(blocks + 32 * tile * num_blocks, _BF16), (16 * num_blocks,))
-        for g in range(groups):
-            first = 16 * (g >> block_shift)
-            for i in range(16):
-                integer = np.int32(integers[16 * g + i])
-                if form == _INT8_OF_BLOCKS:
-                    integer = np.int32(np.int8(integer))
-                found[16 * g + i] = np.float32(integer) * _float_of_half(halves[first + i])
-
-
-@elements
-def _float_of_half(bits):
-    """Return a finite fp16 as fp32: its bias is smaller by 112, a subnormal is a multiple of 2^-24."""
-    size = np.uint32(bits) & np.uint32(0x7FFF)
-    normal = np.uint32(size << np.uint32(13)).view(np.float32) * np.float32(2.0**112)
-    found = np.float32(size) * np.float32(2.0**-24) if size < 0x400 else normal
-    return -found if bits & 0x8000 else found
+        of_tile = blocks + 32 * tile * num_blocks
+        if form == _INT8_OF_BLOCKS:
+            multiply_signed(values + at, of_tile, block_shift, groups, target)
+        else:
+            multiply_unsigned(values + at, of_tile, block_shift, groups, target)
 
 
 @elements

@@ -20,7 +20,8 @@ Legend: K inputs, G groups of inputs with a scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
@@ -96,9 +97,8 @@ class _Decoder:
         self._has_offsets = code in WITH_OFFSETS
         self.line_bytes = 4 * BITS[code]  # of a pair of inputs of 16 columns
 
-    def shared(self, builder: Any, values: dict[str, Value], tile: int, pair: Value) -> list[Value]:
-        """Load what a pair's values of a tile share, per column."""
-        group = builder.lshr(pair, values["group_shift"])
+    def shared(self, builder: Any, values: dict[str, Value], tile: int, group: Value) -> list[Value]:
+        """Load what a group's values of a tile share, per column."""
         has_shifts = self._has_zeros or self._has_offsets
         addresses = [values["scales"], *([values["shifts"]] if has_shifts else [])]
         return [
@@ -151,20 +151,23 @@ def _sum_tile(
     tile: FloatTile | PairTile,
     columns: Sequence[int],
 ) -> None:
-    with cgutils.for_range(builder, values["pairs"]) as loop:
-        shared = [decoder.shared(builder, values, j, loop.index) for j in columns]
-        line = at(builder, values["codes"], (loop.index, decoder.line_bytes))
-        lines = [
-            at(builder, line, (values["panel_bytes"], j // 2), (values["tile_bytes"], j % 2)) for j in columns
-        ]
-        prefetch_lines(builder, lines)
-        tile.add(
-            tile.input_address(values["a"], values["chunk_bytes"], loop.index),
-            lambda half: [
-                decoder.value(builder, line, half, of_tile, rounded=not tile.rounds_weights)
-                for line, of_tile in zip(lines, shared, strict=True)
-            ],
-        )
+    with _groups(builder, values) as (group, first, count):
+        shared = [decoder.shared(builder, values, j, group) for j in columns]
+        with cgutils.for_range(builder, count) as loop:
+            pair = builder.add(first, loop.index)
+            line = at(builder, values["codes"], (pair, decoder.line_bytes))
+            lines = [
+                at(builder, line, (values["panel_bytes"], j // 2), (values["tile_bytes"], j % 2))
+                for j in columns
+            ]
+            prefetch_lines(builder, lines)
+            tile.add(
+                tile.input_address(values["a"], values["chunk_bytes"], pair),
+                lambda half: [
+                    decoder.value(builder, line, half, of_tile, rounded=not tile.rounds_weights)
+                    for line, of_tile in zip(lines, shared, strict=True)
+                ],
+            )
     tile.store_sums(values["sums"], columns)
 
 
@@ -176,12 +179,49 @@ def _expand(builder: Any, values: dict[str, Value], decoder: _Decoder) -> None:
     for tile in (0, 1):
         codes = at(builder, values["codes"], (values["tile_bytes"], tile))
         target = at(builder, values["target"], (values["pairs"], 64 * tile))
-        with cgutils.for_range(builder, values["pairs"]) as loop:
-            shared = decoder.shared(builder, values, tile, loop.index)
-            line = at(builder, codes, (loop.index, decoder.line_bytes))
-            prefetch(builder, at(builder, line, (values["panel_bytes"], 1)))
-            values_of_pair = [decoder.value(builder, line, half, shared, rounded=False) for half in (0, 1)]
-            store(builder, rounded_pairs(builder, *values_of_pair), at(builder, target, (loop.index, 64)))
+        with _groups(builder, values) as (group, first, count):
+            shared = decoder.shared(builder, values, tile, group)
+            with cgutils.for_range(builder, count) as loop:
+                pair = builder.add(first, loop.index)
+                line = at(builder, codes, (pair, decoder.line_bytes))
+                prefetch(builder, at(builder, line, (values["panel_bytes"], 1)))
+                both = [decoder.value(builder, line, half, shared, rounded=False) for half in (0, 1)]
+                store(builder, rounded_pairs(builder, *both), at(builder, target, (pair, 64)))
+
+
+@contextmanager
+def _groups(builder: Any, values: dict[str, Value]) -> Iterator[tuple[Value, Value, Value]]:
+    """Emit a loop over groups: its number, first pair of inputs, and number of pairs."""
+    one = builder.icmp_signed("==", values["groups"], integer(1))
+    count = builder.select(one, values["pairs"], builder.shl(integer(1), values["group_shift"]))
+    with cgutils.for_range(builder, values["groups"]) as loop:
+        yield loop.index, builder.mul(loop.index, count), count
+
+
+def _emit_halves(builder: Any, args: Sequence[Value]) -> None:
+    halves, target, count = args
+    with cgutils.for_range(builder, count) as loop:
+        floats = builder.fpext(load(builder, at(builder, halves, (loop.index, 32)), _FP16), FLOATS)
+        store(builder, floats, at(builder, target, (loop.index, 64)))
+
+
+def _emit_blocks(builder: Any, args: Sequence[Value], *, signed: bool) -> None:
+    integers, halves, shift, groups, target = args
+    with cgutils.for_range(builder, groups) as loop:
+        value = load(builder, at(builder, integers, (loop.index, 16)), _BYTES)
+        value = builder.sext(value, PAIRS) if signed else builder.zext(value, PAIRS)
+        block = builder.lshr(loop.index, shift)
+        scale = builder.fpext(load(builder, at(builder, halves, (block, 32)), _FP16), FLOATS)
+        product = builder.fmul(builder.sitofp(value, FLOATS), scale)
+        store(builder, product, at(builder, target, (loop.index, 64)))
+
+
+# (halves, target, count): widen 16 `count` fp16 to fp32.
+widen_halves = procedure(3, _emit_halves)
+# (integers, halves, shift, groups, target): 16 integers of 8 bits of each group times the fp16 of its block
+# of 2^shift groups, as fp32.
+multiply_signed = procedure(5, lambda builder, args: _emit_blocks(builder, args, signed=True))
+multiply_unsigned = procedure(5, lambda builder, args: _emit_blocks(builder, args, signed=False))
 
 
 def _as_bf16(builder: Any, value: Value) -> Value:
@@ -238,26 +278,33 @@ def _uint4(builder: Any, line: Value, half: int) -> Value:
     return builder.sitofp(builder.and_(code, lanes(15, INT32)), FLOATS)
 
 
-def _high_bits(builder: Any, line: Value, half: int, planes: int) -> Value:
-    """Return an input's codes with their bits above the fourth."""
-    code = builder.and_(_nibble(builder, line, half, PAIRS, INT32), lanes(15, INT32))
+def _with_high_bits(builder: Any, line: Value, half: int, planes: int, zero: int) -> Value:
+    """Return an input's codes of 4 + `planes` bits, less `zero`."""
+    nibble = _nibble(builder, line, half, PAIRS, INT32)
+    if _has_avx512():  # adding fp32 where a bit is set takes one instruction, and integers stay exact
+        value = _looked_up(builder, nibble, [float(low - zero) for low in range(16)])
+    else:
+        value = builder.sub(builder.and_(nibble, lanes(15, INT32)), lanes(zero, INT32))
     for plane in range(planes):
         bits = load(builder, at(builder, line, (1, 16 + 2 * (half * planes + plane))), INT16)
-        ones = builder.zext(builder.bitcast(bits, _MASK), PAIRS)
-        code = builder.or_(code, builder.shl(ones, lanes(4 + plane, INT32)))
-    return code
+        is_set = builder.bitcast(bits, _MASK)
+        if _has_avx512():
+            value = builder.select(is_set, builder.fadd(value, lanes(float(16 << plane))), value)
+        else:
+            value = builder.add(value, builder.shl(builder.zext(is_set, PAIRS), lanes(4 + plane, INT32)))
+    return value if _has_avx512() else builder.sitofp(value, FLOATS)
 
 
 def _int5(builder: Any, line: Value, half: int) -> Value:
-    return builder.sitofp(builder.sub(_high_bits(builder, line, half, 1), lanes(16, INT32)), FLOATS)
+    return _with_high_bits(builder, line, half, 1, 16)
 
 
 def _int6(builder: Any, line: Value, half: int) -> Value:
-    return builder.sitofp(builder.sub(_high_bits(builder, line, half, 2), lanes(32, INT32)), FLOATS)
+    return _with_high_bits(builder, line, half, 2, 32)
 
 
 def _uint5(builder: Any, line: Value, half: int) -> Value:
-    return builder.sitofp(_high_bits(builder, line, half, 1), FLOATS)
+    return _with_high_bits(builder, line, half, 1, 0)
 
 
 def _e4m3(builder: Any, line: Value, half: int) -> Value:
