@@ -278,6 +278,7 @@ class EngineOptions(TypedDict, total=False):
     cache_salt: str | None
     max_draft_tokens: int | None
     tpot_ms: float | None
+    adaptive_drafts: bool
     background: bool
     client_id: str | None
     owner: str | None

@@ -294,6 +294,8 @@ class Request:
         tpot_ms: desired upper bound of the mean milliseconds per output token. While the request is slower,
             its drafts are preferred to those of others; while it is much faster, others' are preferred. None
             for no preference. The tokens are the same.
+        adaptive_drafts: False drafts as much as allowed in every step, also where the engine expects no gain,
+            while all running requests say so: for demonstrations. The tokens are the same.
         background: served after all other requests, in the time that they leave: it may wait for hours. Takes
             precedence over `priority`.
         output_token_ids: output that another engine generated before with the same parameters and seed; the
@@ -312,6 +314,7 @@ class Request:
     cache_salt: str | None = None
     max_draft_tokens: int | None = None
     tpot_ms: float | None = None
+    adaptive_drafts: bool = True
     background: bool = False
     output_token_ids: tuple[int, ...] = ()
     client_id: str | None = None

@@ -74,6 +74,7 @@ class StepController:
         self._choices = [DraftChoice(np.zeros(0, np.int32), maximum)] * 2
         self._loads = [StepLoad(1, 0, 0.0)] * 2
         self._weights = RequestWeights(config.num_slots, by_priority=config.by_priority)
+        self._adapts_S = np.ones(config.num_slots, dtype=np.bool_)
         self._costs = StepCostModel(config.row_buckets)
         self._policy: DraftLengthPolicy | None = None
         self.acceptance: AcceptanceModel | None = None
@@ -122,6 +123,7 @@ class StepController:
     def admit(self, slots: list[int], requests: list[Request]) -> None:
         for slot, request in zip(slots, requests, strict=True):
             self._weights.admit(slot, request)
+            self._adapts_S[slot] = request.adaptive_drafts
         if self._predictor is not None and slots:
             temperatures = [request.params.temperature for request in requests]
             self._predictor.admit(np.array(slots, np.int32), temperatures)
@@ -179,7 +181,7 @@ class StepController:
     ) -> IntArray:
         """Return the number of drafts of each of these decoding requests."""
         chain_limits_R = np.minimum(limits_R, self._max_drafts)
-        if self._policy is None or not len(slots_R):
+        if self._policy is None or not self._adapts_S[slots_R].any():
             choice = DraftChoice(chain_limits_R, self._max_drafts)
         else:
             batch = DecodeBatch(slots_R, chain_limits_R, self._weights.of(slots_R, now_s))

@@ -132,6 +132,7 @@ class GenerationRun:
             "cache_salt": self.work.caller.salt(request.cache_salt),
             "max_draft_tokens": request.speculative.max_draft_tokens,
             "tpot_ms": request.speculative.tpot_ms,
+            "adaptive_drafts": request.speculative.adaptive,
             "trace": self._traces or self._detailed,
             "resume_state": self.work.resume_state,
             "client_id": self.work.request_id,

@@ -80,6 +80,8 @@ class Speculative(RequestModel):
         enabled: false decodes without drafts.
         max_tokens: most drafts per step.
         tpot_ms: target time per output token (`cluster/request/request.py`).
+        adaptive: false drafts as much as allowed in every step, also where the engine expects no gain, while
+            the request runs alone or beside others that say so. It shows what drafts save.
         drafter: refused; an engine has one.
         return_trace: return where each token came from, in `metrics`.
     """
@@ -89,6 +91,7 @@ class Speculative(RequestModel):
     enabled: bool = True
     max_tokens: Annotated[Integer | None, Field(ge=0)] = None
     tpot_ms: Annotated[Number | None, Field(gt=0, allow_inf_nan=False)] = None
+    adaptive: bool = True
     drafter: str | None = None
     return_trace: bool = False
 

@@ -82,6 +82,22 @@ def test_context_writes_stop_after_long_without_drafts_and_drafts_return_when_th
     assert engine.stats().drafter_refilled_tokens > 0
 
 
+def test_a_request_may_draft_where_drafts_do_not_pay_unless_others_run() -> None:
+    engine = simulated({"hostile": 90.0})
+    engine.add("hostile 0", max_tokens=3000, **LONG)
+    assert not engine.run_steps(1500)[-1].writes_context
+    engine.add("hostile 1", adaptive_drafts=False, max_tokens=3000, **LONG)
+    beside = engine.run_steps(200)
+    assert np.mean([plan.num_drafts.any() for plan in beside]) < 0.2, "the other one's choice"
+    engine.abort("hostile 0")
+    engine.run_steps(3)  # the context is computed again
+    assert all(plan.num_drafts.tolist() == [4] for plan in engine.run_steps(50))
+    engine.abort("hostile 1")
+    engine.add("hostile 2", adaptive_drafts=False, max_draft_tokens=2, max_tokens=3000, **LONG)
+    engine.run_steps(3)
+    assert all(plan.num_drafts.tolist() == [2] for plan in engine.run_steps(50))
+
+
 def test_an_unsuccessful_trial_recomputes_the_request_and_ends_soon() -> None:
     engine = simulated({"hostile": 90.0})
     engine.add("hostile", max_tokens=4000, **LONG)
