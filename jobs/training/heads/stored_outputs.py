@@ -31,7 +31,7 @@ from ....actors.capture.target_outputs import (
 from ....actors.targets.model.tensor_parallel import Communicator
 from ....cluster.errors import ConfigError
 from ...common.progress import format_duration
-from ..loop.answering import USED_S, seconds_used
+from ..loop.answering import keep_seconds_used, seconds_used
 from ..loop.continuations import ContinuationReader, Continuations, PaddedBatch
 from ..loop.training_loop import Report, TimeBudget
 from .frozen_target import FrozenTarget
@@ -173,7 +173,7 @@ def store_outputs(
             _write_shard(target, layout, shard, folder)
             progress.update(shard)
             if workers.rank == 0:
-                (folder / USED_S).write_text(f"{budget.used_s:.6f}")
+                keep_seconds_used(folder, budget.used_s)
     workers.all_reduce(torch.zeros(1, device=target.device))  # barrier: all have written
     return StoredOutputs(layout, [*recorded, folder], target.device)
 

@@ -24,6 +24,7 @@ import torch
 from ....actors.capture.target_outputs import OutputLayout, OutputShardWriter, SequenceOutputs
 from ....actors.capture.target_recorder import RecordingExecutor, TargetRecorder
 from ....actors.engine.uniproc_executor import make_executor
+from ....actors.system.atomic_files import write_atomically
 from ....actors.system.host_resources import owned_cores
 from ....actors.system.wait_messages import counting, say
 from ....cluster.config import EngineConfig
@@ -40,7 +41,7 @@ ANSWERS_PER_PART = 64
 ANSWERS_SHARE = 0.25  # of a run limited by time; what answering leaves of it is for training
 MAX_NEW_TOKENS = 192
 NUM_RUNNING = 64  # concurrent answers
-USED_S = "used_s"
+_USED_S = "used_s"
 _LINE_S, _TERMINAL_S = 60.0, 0.5  # between two lines of a log; between two states of a terminal's line
 
 
@@ -87,8 +88,12 @@ def usual_temperatures(*, is_small: bool) -> tuple[float, ...]:
 
 def seconds_used(folder: Path) -> float:
     """Return the seconds that all processes of a run have spent on what is in this folder."""
-    path = folder / USED_S
+    path = folder / _USED_S
     return float(path.read_text()) if path.exists() else 0.0
+
+
+def keep_seconds_used(folder: Path, used_s: float) -> None:
+    write_atomically(folder / _USED_S, lambda path: path.write_text(f"{used_s:.6f}"), synced=False)
 
 
 def seconds_left(limit_s: float, used_s: float, param: str) -> float:
@@ -193,7 +198,7 @@ class AnswerParts:
             self._paths.append(path)
             self._answered.update(self._part)
             self._part = {}
-        (self._folder / USED_S).write_text(f"{used_s:.1f}")
+        keep_seconds_used(self._folder, used_s)
 
     def _write_outputs(self, name: str, kept: Sequence[int]) -> None:
         """Write no outputs of the target."""

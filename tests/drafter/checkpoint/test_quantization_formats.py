@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -243,6 +244,35 @@ def test_unsupported_formats_are_refused_by_name(
 ) -> None:
     with pytest.raises(CheckpointError, match=words):
         read_quantization({"quantization_config": {**config, **changes}}, tmp_path, param="model")
+
+
+NEVER_ENDS_WITH_RE = r"(([a-z_.0-9])+)+\$"
+NEVER_ENDS = "(.+)" * 12 + "".join(f"\\{group}" for group in range(1, 13))
+
+
+@pytest.mark.parametrize(
+    ("config", "place"),
+    [
+        (GPTQ_CONFIG, lambda text: {"dynamic": {f"-:{text}": {}}}),
+        (FP8, lambda text: {"modules_to_not_convert": [text]}),
+        (AUTO_ROUND, lambda text: {"extra_config": {text: {"bits": 16}}}),
+        (CT, lambda text: {"ignore": [f"re:{text}"]}),
+    ],
+    ids=["gptq", "fp8", "auto-round", "compressed-tensors"],
+)
+def test_expressions_that_never_end_are_answered_or_refused(
+    config: dict[str, object], place: Callable[[str], dict[str, object]], tmp_path: Path
+) -> None:
+    module = "model.layers.0.self_attn.q_proj"
+    for text in (NEVER_ENDS_WITH_RE, NEVER_ENDS):
+        given = {"quantization_config": {**config, **place(text)}}
+        found = read_quantization(given, tmp_path, param="model")
+        assert found is not None
+        if text is NEVER_ENDS_WITH_RE:
+            assert found.scheme_of(module) is not None
+            continue
+        with pytest.raises(CheckpointError, match=r"takes more than 1 s for .*nested repetitions"):
+            found.scheme_of(module)
 
 
 def test_config_json_and_hf_quant_config_must_agree(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Patterns by which config.json names the modules that are quantized, or are not.
 
 Names are compared with the prefix of a plain language model, as a checkpoint's may differ from the quantized
-model's. Large models have 70,000 modules and hundreds of names: lists become sets, or one expression.
+model's. Large models have 70,000 modules and hundreds of names: lists become sets, or one expression. An
+expression is a stranger's, so the `regex` package matches it, which can be given a limit of time.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ from dataclasses import dataclass
 from fnmatch import translate
 from typing import Literal
 
+import regex
+
+from .....cluster.errors import CheckpointError, brief
 from ..hf_config import wrong
 
 _PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.": ""}
 _REGEX = "re:"  # marks a regular expression in lists of names
+_MAX_MATCH_S = 1.0  # of the process's CPU time; usual expressions take microseconds
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"  # the end of a component
 
 
@@ -29,8 +34,17 @@ class ModulePattern:
     def matches(self, module: str) -> bool:
         if self.kind == "class":
             return self.text == _class_of(module)
-        matches = re.match if self.kind == "match" else re.search
-        return any(matches(self.text, name) for name in {module, normalized(module)})
+        expression = regex.compile(self.text)
+        matches = expression.match if self.kind == "match" else expression.search
+        try:
+            return any(matches(name, timeout=_MAX_MATCH_S) for name in {module, normalized(module)})
+        except TimeoutError:
+            raise CheckpointError(
+                f"The expression {brief(self.text)}, by which the checkpoint's quantization names modules, "
+                f"takes more than {_MAX_MATCH_S:g} s for {brief(module)}. "
+                "Write it without nested repetitions.",
+                param="quantization_config",
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +108,8 @@ def expressions_of(
     """Return patterns of regular expressions. Raises CheckpointError if one is invalid."""
     for text in texts:
         try:
-            re.compile(text)
-        except re.error as error:
+            regex.compile(text)
+        except regex.error as error:
             raise wrong(file, key, text, f"a regular expression ({error})") from None
     return tuple(ModulePattern(kind, text) for text in texts)
 
