@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .json_text import parse_json
+
 logger = logging.getLogger(__name__)
 
 _MAX_AGE_S = 14 * 86400.0  # machines change without notice: clocks, neighbors, kernels
@@ -58,7 +60,7 @@ class DiskCache:
         try:
             with self.path.open("rb") as file:
                 text = file.read(_MAX_BYTES)
-            content = json.loads(text)
+            content = parse_json(text)
             value, age_s = content["value"], time.time() - float(content["written_s"])
             same = content["subject"] == self._subject
         except FileNotFoundError:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cluster.errors import CheckpointError
+from ...cluster.json_text import parse_json
 from ...drafter.compute.checkpoint.hf_config import Json, read_json
 from ..checkpoints.file_names import DEFAULT, TOKENIZER_JSON
 from .tiktoken_tokenizer import tiktoken_ids
@@ -123,7 +124,7 @@ class TokenIds:
         """Return None if the files are malformed, which loading the tokenizer reports."""
         file = folder / TOKENIZER_JSON
         try:
-            raw = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            raw = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
             ids = _ids(raw) if raw else tiktoken_ids(folder)
             parts = json.dumps([raw.get("pre_tokenizer"), raw.get("decoder")])
             named = read_special_tokens(folder, byte_level="ByteLevel" in parts)

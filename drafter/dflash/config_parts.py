@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, AliasChoices, Field, model_validator
 
-from ..compute.checkpoint.hf_config import Count, Off
+from ..compute.checkpoint.hf_config import Count, Depth, Off
 from .known_keys import QUANTIZATION_KEYS, ROPE_KEYS, StrictConfig
 
 BLOCK_SIZE = "an integer from 2 (anchor and one mask)"
@@ -41,7 +41,7 @@ class Backbone(StrictConfig):
 
     hidden_size: Count
     intermediate_size: Count
-    num_hidden_layers: Count
+    num_hidden_layers: Depth
     num_attention_heads: Count
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None

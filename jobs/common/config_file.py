@@ -141,6 +141,8 @@ def read_yaml(file: Path) -> Any:  # Any: YAML
         raise ConfigError(f"config: {file} cannot be read: {error.strerror}.", param="config") from None
     except _SixtiesError as error:
         raise ConfigError(f"config: {file}, line {error.line}: {error}", param="config") from None
+    except RecursionError:
+        raise ConfigError(f"config: {file} is nested too deeply.", param="config") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         where = " ".join(str(error).split())
         raise ConfigError(f"config: {file} is not valid YAML: {where}", param="config") from None

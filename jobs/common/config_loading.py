@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from ...actors.http.middleware.api_keys import refuse_written_keys
 from ...actors.tokenization.generation_config import DEFAULT_MAX_TOKENS
 from ...cluster.config import EngineConfig, SpeculativeConfig, from_mapping
 from ...cluster.errors import ConfigError
+from ...cluster.json_text import parse_json
 from ...cluster.request.request import SamplingParams
 from ...cluster.vllm_settings import accept, accept_speculation
 from .config_file import read_config_file
@@ -97,7 +97,7 @@ def parse_speculation(value: Any) -> dict[str, Any] | None:
         return None
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError as error:
             raise ConfigError(
                 f"speculative_config={value!r} is not JSON ({error}). Write it like "

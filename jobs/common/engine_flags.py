@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
@@ -42,6 +41,7 @@ import typer
 from ...actors.http.config.settings import ServerSettings
 from ...cluster.config import DraftMethod, EngineConfig
 from ...cluster.flag import NO_FLAG, Flag
+from ...cluster.json_text import parse_json
 from ...cluster.request.request import SamplingParams
 from .command_groups import HTTP, KEYS, MEMORY, MODEL, MOST_USED, OPERATION, SAMPLING, SPECULATION
 from .config_loading import engine_config, merge_settings
@@ -252,7 +252,7 @@ def text_parser(parser: Callable[[str], Any]) -> Callable[[Any], Any]:
 
 def parse_object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError:
         found = None
     if not isinstance(found, dict):
@@ -327,7 +327,7 @@ def _server_flags(values: Mapping[str, Any]) -> dict[str, Any]:
 def _listed(values: Sequence[str]) -> list[str]:
     """Return values with JSON lists expanded, as in vLLM's --allowed-origins."""
     try:
-        return [item for value in values for item in (json.loads(value) if value[:1] == "[" else [value])]
+        return [item for value in values for item in (parse_json(value) if value[:1] == "[" else [value])]
     except ValueError:
         raise typer.BadParameter(
             f"--allowed-origins: {values!r} contains a list that is not valid JSON."

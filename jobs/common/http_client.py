@@ -18,6 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from ...actors.http.middleware.api_keys import ENVIRONMENT
 from ...cluster.errors import ConfigError, MantaError, UnreachableError, brief_url
+from ...cluster.json_text import parse_json
 
 Json = Mapping[str, Any]  # Any: JSON
 LONG_S = 600.0
@@ -162,7 +163,7 @@ def _chunks(response: http.client.HTTPResponse) -> Iterator[Json]:
         data = line.removeprefix("data:").strip()
         if data == "[DONE]":
             return
-        chunk = json.loads(data)
+        chunk = parse_json(data)
         if "error" in chunk:
             raise MantaError(f"The stream failed: {ServerAnswer(200, chunk).error}")
         yield chunk
@@ -171,7 +172,7 @@ def _chunks(response: http.client.HTTPResponse) -> Iterator[Json]:
 
 def _json_object(raw: bytes) -> Json:
     try:
-        found = json.loads(raw)
+        found = parse_json(raw)
     except ValueError:
         return {"error": {"message": raw[:MAX_SHOWN].decode(errors="replace")}}
     return found if isinstance(found, dict) else {}

@@ -18,6 +18,7 @@ from ...actors.http.config.settings import ServerSettings
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
 from ...cluster.flag import parse_size
+from ...cluster.json_text import parse_json
 from ...cluster.vllm_settings import ANSWERS, VALUES, Kind, answer, check_method
 
 _KINDS: dict[str, Kind] = {name: kind for found in ANSWERS.values() for name, kind in found.kinds().items()}
@@ -126,7 +127,7 @@ def _take(rest: list[str], kind: Kind) -> Any:  # Any: JSON
 
 
 def _read(value: Any) -> Any:  # Any: JSON
-    for parse in (json.loads, parse_size) if isinstance(value, str) else ():
+    for parse in (parse_json, parse_size) if isinstance(value, str) else ():
         with suppress(ValueError, OverflowError):
             return parse(value)
     return value

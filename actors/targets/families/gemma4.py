@@ -23,7 +23,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator
 from torch import Tensor
 
-from ....drafter.compute.checkpoint.hf_config import Count, HfConfig, Json, parse, text_config, wrong
+from ....drafter.compute.checkpoint.hf_config import (
+    Count,
+    ExpertCount,
+    HfConfig,
+    Json,
+    parse,
+    text_config,
+    wrong,
+)
 from ....drafter.compute.checkpoint.safetensors_reader import INTEGERS
 from ....drafter.compute.layers.moe import MoeRouter
 from ....drafter.compute.layers.rope import RopeConfig
@@ -84,7 +92,7 @@ class Gemma4Config(PlainConfig):
     )
     num_kv_shared_layers: Annotated[int, _must_be_zero("layers that share K and V")] = 0
     enable_moe_block: bool = False
-    num_experts: Count | None = None
+    num_experts: ExpertCount | None = None
     top_k_experts: Count | None = None
     moe_intermediate_size: Count | None = None
 

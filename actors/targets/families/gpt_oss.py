@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, AliasChoices, Field
 from torch import Tensor
 
-from ....drafter.compute.checkpoint.hf_config import Count, Json, parse
+from ....drafter.compute.checkpoint.hf_config import Count, ExpertCount, Json, parse
 from ....drafter.compute.checkpoint.safetensors_reader import BYTES
 from ....drafter.compute.layers.moe import MoeRouter
 from ....drafter.compute.layers.rope import RopeConfig
@@ -48,7 +48,7 @@ class GptOssConfig(PlainConfig):
     rms_norm_eps: float = 1e-5
     sliding_window: Count | None = 128
     attention_bias: bool = True
-    num_local_experts: Count = Field(validation_alias=AliasChoices("num_local_experts", "num_experts"))
+    num_local_experts: ExpertCount = Field(validation_alias=AliasChoices("num_local_experts", "num_experts"))
     num_experts_per_tok: Count = Field(
         validation_alias=AliasChoices("num_experts_per_tok", "experts_per_token")
     )

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from ....drafter.compute.checkpoint.hf_config import Count, Json, Off, parse, wrong
+from ....drafter.compute.checkpoint.hf_config import Count, ExpertCount, Json, Off, parse, wrong
 from ....drafter.compute.layers.moe import MoeRouter
 from ....drafter.compute.layers.rope import RopeConfig
 from ..model.mlp_spec import RoutedMLP
@@ -33,7 +33,7 @@ def _check_softmax_layers(kinds: tuple[int, ...]) -> tuple[int, ...]:
 class MiniMaxM2Config(PlainConfig):
     head_dim: Count | None = 128
     num_key_value_heads: Count | None = 8
-    num_local_experts: Count = 256
+    num_local_experts: ExpertCount = 256
     num_experts_per_tok: Count = 8
     # Keys of published files that transformers does not have; only these values are supported.
     scoring_func: Literal["sigmoid"] = "sigmoid"

@@ -26,7 +26,7 @@ from pydantic import AliasChoices, Field
 from torch import Tensor
 
 from ....cluster.pages.recurrent_state_spec import RecurrentStateSpec
-from ....drafter.compute.checkpoint.hf_config import Count, Json, Off, parse, wrong
+from ....drafter.compute.checkpoint.hf_config import Count, ExpertCount, Json, Off, parse, wrong
 from ....drafter.compute.layers.rope import RopeConfig
 from ..model.attention import TargetAttention
 from ..model.delta_net import DeltaNet
@@ -154,7 +154,7 @@ def _tensors(head_dim: int) -> Mapping[str, TensorRule]:
 
 class Qwen35MoeConfig(GatedDeltaConfig, SoftmaxExpertsConfig):
     intermediate_size: Count = 1  # no layer has a dense MLP
-    num_experts: Count = Field(256, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    num_experts: ExpertCount = Field(256, validation_alias=AliasChoices("num_experts", "num_local_experts"))
     moe_intermediate_size: Count = 512
     shared_expert_intermediate_size: Count | None = 512
 
@@ -181,7 +181,7 @@ def read_moe(raw: Json, file: str) -> ModelSpec:
 
 
 class Qwen3NextConfig(GatedDeltaConfig, SoftmaxExpertsConfig):
-    num_experts: Count = Field(512, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    num_experts: ExpertCount = Field(512, validation_alias=AliasChoices("num_experts", "num_local_experts"))
     num_experts_per_tok: Count = 10
     moe_intermediate_size: Count = 512
     shared_expert_intermediate_size: Count | None = 512

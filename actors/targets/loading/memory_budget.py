@@ -113,6 +113,19 @@ def affordable_pages(
     return share_pages(pages, *shape, sizes, budget_bytes)
 
 
+def refuse_unaffordable(plan: LoadPlan) -> None:
+    """Raise ConfigError if one sequence of the longest context exceeds free memory.
+
+    Called before weights and tables of positions are made, which a wrong length would let fill the memory.
+    """
+    is_gpu = plan.device.type == "cuda"
+    affordable_pages(
+        plan,
+        page_bytes(plan, drafter=not plan.split),
+        torch.cuda.mem_get_info(plan.device)[0] if is_gpu else None,
+    )
+
+
 def _states_note(taken_bytes: int) -> str:
     return f" next to {taken_bytes} bytes of recurrent states" if taken_bytes else ""
 

@@ -13,6 +13,7 @@ from ..model.model_spec import ModelSpec
 from ..model.mtp import MTP_DRAFTS, MtpConfig
 from .draft_window import ChainConfig, DraftConfig
 
+_MOST_POSITIONS = 2**24  # that fp32, in which angles of rotations are computed, tells apart
 NGRAM_DRAFTS, SUFFIX_DRAFTS = 8, 16  # default numbers of drafts without a model
 
 
@@ -29,6 +30,7 @@ def find_max_model_len(config: EngineConfig, target: ModelSpec, drafter: DraftCo
         if isinstance(trained, int):
             limits["the drafter"] = max(trained, drafter.rope.max_positions)
     limiting_model, limit = min(limits.items(), key=lambda item: item[1])
+    limit = min(limit, _MOST_POSITIONS)
     if config.max_model_len is None:
         return limit
     if config.max_model_len > limit:

@@ -47,6 +47,7 @@ from .memory_budget import (
     gpu_budget_bytes,
     make_state_memory,
     page_bytes,
+    refuse_unaffordable,
     state_bytes,
 )
 from .operator_factory import make_backend, make_drafter_backend, make_grammars, make_step_operators
@@ -157,6 +158,7 @@ class _Rank:
         remote_drafts: RemoteDrafts | None,
     ) -> None:
         self._plan, self._communicator, self._remote_drafts = plan, communicator, remote_drafts
+        refuse_unaffordable(plan)
         sharding = Sharding(plan.target, communicator.rank, communicator.world_size)
         weights = models.target(plan, sharding)
         self.backend = backend = make_backend(plan, communicator)

@@ -6,7 +6,6 @@ raises `ValueError("must be ...")`; one of a whole model names the key: `ValueEr
 
 from __future__ import annotations
 
-import json
 import re
 import types
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from ....cluster.errors import CheckpointError, ConfigError, did_you_mean
+from ....cluster.json_text import parse_json
 
 Json = Mapping[str, Any]  # Any: JSON values
 T = TypeVar("T", bound="HfConfig")
@@ -42,7 +42,7 @@ def read_json(folder: Path, name: str = "config.json", *, param: str, required: 
     file = folder / name
     kind = "Hugging Face" if param == "model" else "DFlash"
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if not required:
             return {}
@@ -146,6 +146,9 @@ class HfConfig(BaseModel):
 
 
 Count = Annotated[int, Field(gt=0, description="a positive integer")]
+# Numbers of things that are made before tensors are compared with them; far above published models.
+Depth = Annotated[int, Field(gt=0, le=1024, description="a positive integer up to 1024")]
+ExpertCount = Annotated[int, Field(gt=0, le=8192, description="a positive integer up to 8192")]
 
 
 def _off(value: Any) -> Literal[False]:  # Any: JSON values

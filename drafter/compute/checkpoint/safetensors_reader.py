@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ....cluster.errors import CheckpointError
+from ....cluster.json_text import parse_json
 from ....cluster.safe_file_names import inner_name
 
 _SAFETENSORS = re.compile(r".+\.safetensors")
@@ -108,7 +108,7 @@ class TensorFolder(TensorHeaders):
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
             try:
-                named = set(json.loads(index.read_text())["weight_map"].values())
+                named = set(parse_json(index.read_text())["weight_map"].values())
                 names = sorted(inner_name(name, _SAFETENSORS) for name in named)
             except (ValueError, KeyError, AttributeError, TypeError) as error:
                 raise CheckpointError(

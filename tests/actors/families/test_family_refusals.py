@@ -63,6 +63,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' must be absent or"),
     ("gemma4", {"hidden_activation": "silu"}, "hidden_activation='silu' must be 'gelu_pytorch_tanh'"),
     ("gemma4", {"top_k_experts": None}, "top_k_experts is missing; it must be a positive integer"),
+    ("gemma4", {"num_experts": 10**6}, "num_experts=1000000 must be a positive integer up to 8192"),
     ("gemma4", {"top_k_experts": 9}, r"top_k_experts=9 must be at most num_experts \(8\)"),
     (
         "gemma4",

@@ -45,6 +45,7 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"architectures": None}, "architectures"),
         ({"hidden_size": "64"}, "hidden_size='64' must be a positive integer"),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing; it must be a positive integer"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers=1000000 must be a positive integer up to 1024"),
         ({"num_key_value_heads": 3}, r"num_key_value_heads=3 must be a divisor of num_attention_heads \(4\)"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quant_method='hqq'.*use the unquantized"),
@@ -61,6 +62,15 @@ def test_an_unsupported_target_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         load_runner(settings(changed(tiny_qwen3, tmp_path / "copy", **changes)))
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_a_context_that_cannot_fit_is_refused_before_anything_is_allocated(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    long = changed(tiny_qwen3, tmp_path / "copy", max_position_embeddings=10**9)
+    with pytest.raises(ConfigError, match=r"max_model_len=16777216 needs .* bytes of K/V pages"):
+        load_runner(settings(long, max_model_len=None))
 
 
 @pytest.mark.usefixtures("nothing_loads")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from pydantic import AliasChoices, Field
 
-from .....drafter.compute.checkpoint.hf_config import Count, wrong
+from .....drafter.compute.checkpoint.hf_config import Count, ExpertCount, wrong
 from .....drafter.compute.layers.moe import MoeRouter
 from ...model.mlp_spec import GatedMLP, RoutedMLP
 from ...model.model_spec import LayerSpec, MtpSpec, TensorRule
@@ -19,7 +19,7 @@ from .llama_like import TENSORS, PlainConfig
 
 
 class SigmoidExpertsConfig(PlainConfig):
-    n_routed_experts: Count
+    n_routed_experts: ExpertCount
     num_experts_per_tok: Count = 8
     moe_intermediate_size: Count
     n_shared_experts: int | None = None

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, cast
 
 from pydantic import AliasChoices, Field, field_validator
 
-from .....drafter.compute.checkpoint.hf_config import Count, HfConfig, Json, wrong
+from .....drafter.compute.checkpoint.hf_config import Count, Depth, HfConfig, Json, wrong
 from .....drafter.compute.layers.rope import RopeConfig
 from ...model.attention import TargetAttention
 from ...model.mlp_spec import GatedMLP
@@ -24,7 +24,7 @@ class PlainConfig(HfConfig):
     architectures: tuple[str, ...]
     hidden_size: Count
     intermediate_size: Count
-    num_hidden_layers: Count
+    num_hidden_layers: Depth
     num_attention_heads: Count
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None

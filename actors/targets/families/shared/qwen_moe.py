@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import AliasChoices, Field
 
-from .....drafter.compute.checkpoint.hf_config import Count, wrong
+from .....drafter.compute.checkpoint.hf_config import Count, ExpertCount, wrong
 from .....drafter.compute.layers.moe import MoeRouter
 from ...model.mlp_spec import GatedMLP, RoutedMLP
 from ...model.model_spec import TensorRule
@@ -20,7 +20,7 @@ from .llama_like import PlainConfig
 
 
 class SoftmaxExpertsConfig(PlainConfig):
-    num_experts: Count = Field(128, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    num_experts: ExpertCount = Field(128, validation_alias=AliasChoices("num_experts", "num_local_experts"))
     num_experts_per_tok: Count = 8
     moe_intermediate_size: Count = 768
     norm_topk_prob: bool = False
