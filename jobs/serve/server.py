@@ -265,6 +265,8 @@ def _deploy(
 
     from ...actors.replica import build_application
 
+    if not server.owns_ray:
+        _check_address(options)
     app = build_application(models)
     logging.getLogger(serve.__name__).setLevel(logging.WARNING)
     # Returns when the proxies are up; the replicas load meanwhile.
@@ -284,6 +286,23 @@ def _deploy(
         _check_proxies(proxies)
     # The proxy knows the replica shortly after Serve reports it as running.
     await_ready(options.url, deadline_s - time.monotonic())
+
+
+def _check_address(options: ServeOptions) -> None:
+    """Raise ConfigError if this Ray serves at another address: it has one, which cannot be changed."""
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return
+    host, port = client.http_config.host, client.http_config.port
+    if (host, port) != (options.host, options.port):
+        raise ConfigError(
+            f"port={options.port}: this Ray serves at {host}:{port} already, and has one address. Use --host "
+            f"{host} --port {port} (the model there is replaced), shut down its Serve (serve shutdown), or "
+            "leave RAY_ADDRESS out for a Ray of its own.",
+            param="port",
+        )
 
 
 def _await_controller(start: Future[None]) -> None:

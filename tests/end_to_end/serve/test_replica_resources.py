@@ -171,6 +171,6 @@ def test_an_application_is_redeployed_if_only_one_replica_fits(args: dict[str, A
         models = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=600).json()
         assert [model["id"] for model in models["data"]] == [name]
     with pytest.raises(PlacementError):  # a refusal leaves alone what runs under the name
-        start_server({**args, "tensor_parallel_size": 4}, ServeOptions(port=free_port(), name="mine"))
+        start_server({**args, "tensor_parallel_size": 4}, ServeOptions(port=port, name="mine"))
     assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=600).status_code == 200
     assert serve.status().applications["mine"].status == "RUNNING"

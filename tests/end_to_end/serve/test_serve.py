@@ -21,6 +21,7 @@ from manta.actors.replica import build_app
 from manta.actors.system.host_resources import free_port
 from manta.actors.workers import local_ray
 from manta.cluster.errors import CheckpointError, ConfigError
+from manta.jobs.serve import server as serving
 from manta.jobs.serve.server import ServeOptions, Server, start_server
 from prometheus_client.parser import text_string_to_metric_families
 from ray.serve.schema import ServeDeploySchema
@@ -105,6 +106,14 @@ def test_impossible_settings_are_reported_before_ray_starts(args: dict[str, Any]
             start_server({**args, "batch_storage": place}, ServeOptions(port=free_port()))
         assert caught.value.param == "batch_storage"
     assert not ray.is_initialized()
+
+
+def test_another_address_on_the_same_ray_is_refused(server: Server) -> None:
+    port = int(server.url.rpartition(":")[2])
+    serving._check_address(ServeOptions(port=port))
+    with pytest.raises(ConfigError, match=rf"serves at 127\.0\.0\.1:{port} already") as caught:
+        serving._check_address(ServeOptions(port=free_port()))
+    assert caught.value.param == "port"
 
 
 def test_a_server_listens_on_loopback_only(server: Server) -> None:
