@@ -52,19 +52,26 @@ _SUMMARY = (
 
 
 def run_doctor(options: DoctorOptions) -> Report:
-    """Run all checks, with progress on standard error; write the report if requested, and return it."""
+    """Run all checks, with progress on standard error, and return the report.
+
+    If it is written, then after each check, so that a limit of time loses no result.
+    """
     torch.set_num_threads(owned_cores())
-    with counting("inspecting the machine", say) as wait:
-        findings = [_examine(check, wait) for check in _checks(options)]
     report: Report = {
         "provenance": provenance(),
         "options": options_json(options),
-        "findings": [asdict(finding) for finding in findings],
-        "failed": sum(finding.status == "failed" for finding in findings),
+        "findings": [],
+        "failed": 0,
     }
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.output, report)
+    with counting("inspecting the machine", say) as wait:
+        for check in _checks(options):
+            finding = _examine(check, wait)
+            report["findings"].append(asdict(finding))
+            report["failed"] += finding.status == "failed"
+            if options.output is not None:
+                write_json(options.output, report)
     return report
 
 

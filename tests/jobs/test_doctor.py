@@ -335,6 +335,18 @@ def test_a_part_whose_description_fails_ends_no_other(monkeypatch: pytest.Monkey
     assert report["failed"] == 6
 
 
+def test_a_limit_of_time_loses_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def ended(options: run.DoctorOptions) -> Iterator[Check]:
+        yield from list(run.machine_checks())[:2]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "_checks", ended)
+    with pytest.raises(KeyboardInterrupt):
+        run.run_doctor(run.DoctorOptions(output=tmp_path / "out" / "report.json"))
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert len(report["findings"]) == 2 and report["failed"] == 0
+
+
 def test_neither_ray_nor_http_is_needed_and_a_healthy_cpu_passes(tmp_path: Path):
     output = tmp_path / "report.json"
     flags = ["doctor", "--quick", "--json", "-o", str(output)]

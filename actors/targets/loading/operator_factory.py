@@ -32,6 +32,11 @@ def make_backend(plan: LoadPlan, ranks: Communicator | None = None) -> Backend:
     return _backend(plan, at_load(plan.config.quantization), ranks)
 
 
+def own_backend(plan: LoadPlan, backend: Backend) -> Backend:
+    """Return a backend for what this rank alone computes: one that agrees with no other rank on kernels."""
+    return make_backend(plan) if plan.attention_backend in _TRITON else backend
+
+
 def make_drafter_backend(
     plan: LoadPlan, target_backend: Backend | None = None, ranks: Communicator | None = None
 ) -> Backend:

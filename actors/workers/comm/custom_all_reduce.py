@@ -64,7 +64,8 @@ class CustomAllReduce:
             try:
                 result = step()
                 works_1 += 1
-            except (RuntimeError, ImportError, AttributeError) as error:  # an alpha interface may change
+            # An alpha interface may change.
+            except (RuntimeError, ImportError, AttributeError, TypeError) as error:
                 reason = str(error).split("\n", 1)[0]
             dist.all_reduce(works_1, op=dist.ReduceOp.MIN, group=group)
             return result if works_1.item() else None

@@ -20,7 +20,8 @@ from .custom_all_reduce import CustomAllReduce
 
 Store = TCPStore
 LOOPBACK = "127.0.0.1"
-COLLECTIVE_TIMEOUT_S = 300.0
+# The first one waits for the rank whose disk is slowest. A hang while serving is noticed by the step's watch.
+COLLECTIVE_TIMEOUT_S = 1800.0
 
 # Its name from torch 2.13 on.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

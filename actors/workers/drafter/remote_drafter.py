@@ -40,6 +40,7 @@ from ....drafter.step.inputs.row_layout import StepRows
 from ....drafter.step.request_states import RequestStates
 from ...targets.loading.executor_info import num_tree_values
 from ...targets.loading.load_plan import LoadPlan
+from ...targets.loading.operator_factory import own_backend
 from ...targets.model.tensor_parallel import Communicator
 from ...targets.runners.colocated_drafter import broadcast_proposals
 from ...targets.runners.runner_interface import Runner
@@ -57,9 +58,9 @@ class RemoteDrafterSource:
     """A target rank's source of drafts. `communicator`: that of the target's ranks."""
 
     def __init__(self, plan: LoadPlan, backend: Backend, communicator: Communicator) -> None:
-        self._plan, self._backend, self._communicator = plan, backend, communicator
+        self._plan, self._backend, self._communicator = plan, own_backend(plan, backend), communicator
         self._device = plan.device
-        self._features = _context_features(plan, backend) if communicator.rank == 0 else None
+        self._features = _context_features(plan, self._backend) if communicator.rank == 0 else None
         self._link: DrafterClient | None = None
         self._loaded: tuple[LoadPlan, ContextFeatures | None] | None = None
         self._step, self._part, self._num_parts = -1, 0, 1  # of the current step

@@ -255,6 +255,7 @@ def _accept_paths(
     is_new_L = is_sampled & (path_L >= 0)
     verdict_L = tl.load(verdicts + path_L, mask=is_new_L, other=-1)
     num_tokens = tl.sum(is_new_L.to(tl.int32), 0)
+    tl.debug_barrier()  # all threads have read the drafts that the verdicts replace
     tl.store(after + lane_L, tl.maximum(verdict_L, 0), mask=is_new_L)  # NOT_A_NUMBER is no input token
     tl.store(num_computed + slot, num_known + tl.maximum(num_tokens - 1, 0), mask=count > 0)
     tl.store(outcome + request * (depth + 1) + lane_L, verdict_L.to(tl.int32), mask=lane_L < depth)

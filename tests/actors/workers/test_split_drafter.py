@@ -15,11 +15,21 @@ pytest.importorskip("triton")
 
 from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.memory_budget import page_bytes
+from manta.actors.targets.loading.operator_factory import make_backend
+from manta.actors.targets.model.tensor_parallel import SingleRank
 from manta.actors.targets.runners.cuda_graphs import LazyGraphs, PassKind, StepGraphs
 from manta.actors.workers.drafter import drafter_client as drafter_link
 from manta.actors.workers.drafter import drafter_session
+from manta.actors.workers.drafter.remote_drafter import RemoteDrafterSource
 from manta.cluster.errors import ConfigError
 from manta.cluster.step.scheduler_output import TreeShape, Trim
+from manta.drafter.compute.gpu_triton.backend import TritonBackend
+from manta.drafter.compute.gpu_triton.linear.gemm_choice import MeasuredChoice
+from manta.drafter.compute.gpu_triton.linear.projections import (
+    ChosenProjection,
+    OwnProjection,
+    TorchProjection,
+)
 from manta.drafter.step.inputs.proposals import Proposals
 from support.checkpoints.tiny import TINY_VOCAB, make_tiny_drafter
 from support.engines.device_engines import same_trees
@@ -35,6 +45,43 @@ def one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     launch_in_turns(monkeypatch)
     monkeypatch.setattr(drafter_link, "MIN_WAIT_S", 600.0)
     monkeypatch.setattr(drafter_link, "MAX_WAIT_S", 600.0)
+
+
+class Ranks(SingleRank):
+    """One of two ranks, which records its collectives."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.world_size, self.seen = rank, 2, list[tuple[int, ...]]()
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        self.seen.append(tuple(tensor.shape))
+        return tensor
+
+
+def test_what_one_rank_alone_computes_begins_no_collective(
+    tiny_qwen3: Path, tiny_drafter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter's features: the other ranks would meet its choice of a kernel in a collective of theirs."""
+
+    def chosen(
+        backend: TritonBackend, weight: torch.Tensor, bias: torch.Tensor | None, make: Callable[[], Any]
+    ) -> ChosenProjection:
+        own = OwnProjection(weight, bias, backend._sums)
+        return ChosenProjection(own, TorchProjection(make()), backend._choice)
+
+    monkeypatch.setattr(TritonBackend, "_projection", chosen)  # as on a GPU
+    monkeypatch.setattr(MeasuredChoice, "_read_or_measure", lambda *_: [False] * 3)
+    spec = {"model": str(tiny_drafter), "placement": "split"}
+    plan = plan_load(settings(tiny_qwen3, attention_backend="triton", speculative_config=spec))
+    assert plan.drafter is not None
+    taps = torch.zeros(4, len(plan.tap_ids), plan.target.hidden_size)
+    for rank in (0, 1):
+        ranks = Ranks(rank)
+        source = RemoteDrafterSource(plan, make_backend(plan, ranks), ranks)
+        assert (source.features(taps) is None) == (rank == 1) and ranks.seen == []
+        source.load(plan)
+        source.use()
+        assert (source.features(taps) is None) == (rank == 1) and ranks.seen == []
 
 
 @pytest.mark.parametrize(
