@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import ray
+from ray.exceptions import RayTaskError
 from ray.util.placement_group import PlacementGroup
 
 from ...cluster.config import EngineConfig
@@ -61,6 +62,7 @@ from .target_worker import TargetWorker
 
 logger = logging.getLogger(__name__)
 
+_CONNECT_ATTEMPTS = 3
 START_TIMEOUT_S = 180.0  # until processes run and torch is imported
 LOAD_TIMEOUT_S = 3600.0  # allows for downloads and large checkpoints
 STEP_TIMEOUT_S = 300.0
@@ -273,13 +275,25 @@ class RayExecutor:
         first = self._first_drafter(topology)
         infos = gather(loads, LOAD_TIMEOUT_S)
         if first is not None:
-            gather([self._actors[0].connect_to_drafter.remote(first)], START_TIMEOUT_S)
+            self._connect(first)
         self._runs = [actor.run.remote() for actor in self._actors]
         self._watcher = threading.Thread(target=self._watch, name="manta-watcher", daemon=True)
         self._watcher.start()
         if self._drafter_supervisor is not None:
             self._drafter_supervisor.begin()
         return infos[0], tuple(fact.pid for fact in facts)
+
+    def _connect(self, drafter: DrafterAt) -> None:
+        """Connect to a drafter, or to a new one if it ended meanwhile: its other engines may have."""
+        assert self._drafter_supervisor is not None, "it has started the drafter"
+        for attempt in range(_CONNECT_ATTEMPTS):
+            try:
+                gather([self._actors[0].connect_to_drafter.remote(drafter)], START_TIMEOUT_S)
+                return
+            except RayTaskError as error:
+                if not isinstance(error.cause, PeerLostError) or attempt == _CONNECT_ATTEMPTS - 1:
+                    raise
+                drafter = self._drafter_supervisor.start()
 
     def _first_drafter(self, topology: Topology) -> DrafterAt | None:
         """Start a remote drafter if the topology has one; it loads while the target does."""

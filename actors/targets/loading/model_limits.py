@@ -5,7 +5,7 @@ Called by `load_plan.py`, and by `manta plan`.
 
 from __future__ import annotations
 
-from ....cluster.config import EngineConfig
+from ....cluster.config import EngineConfig, SpeculativeConfig
 from ....cluster.errors import ConfigError
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.eagle3.config import DEFAULT_DRAFTS, Eagle3Config
@@ -45,9 +45,17 @@ def find_max_model_len(config: EngineConfig, target: ModelSpec, drafter: DraftCo
 
 
 def find_num_drafts(config: EngineConfig, drafter: DraftConfig | None) -> int:
-    """Return the setting, or the drafter's most or usual number. ConfigError: the setting exceeds it."""
+    """Return the setting, or the drafter's most or usual number. ConfigError: the setting exceeds it.
+
+    No path of a draft tree is longer than the tree has nodes.
+    """
     if (spec := config.speculative_config) is None:
         return 0
+    found = _num_drafts(spec, drafter)
+    return found if spec.tree_size is None else min(found, spec.tree_size)
+
+
+def _num_drafts(spec: SpeculativeConfig, drafter: DraftConfig | None) -> int:
     wanted = spec.num_speculative_tokens
     if drafter is None:  # as many as requested are copied
         return wanted or (SUFFIX_DRAFTS if spec.method == "suffix" else NGRAM_DRAFTS)

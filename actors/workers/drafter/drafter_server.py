@@ -42,7 +42,8 @@ from .drafter_session import DrafterSession
 
 logger = logging.getLogger(__name__)
 
-_HELLO_BYTES, _HELLO_WITHIN_S = 256 * 1024, 1.0
+FIRST_CLIENT_S = 3600.0  # within which the target of a drafter's first client has loaded
+_HELLO_BYTES, _HELLO_WITHIN_S = 256 * 1024, 10.0
 _ANSWER_WITHIN_S = 1.0
 
 
@@ -193,8 +194,11 @@ class DrafterServer:
         self._clients: list[DrafterSessionQueue] = []
 
     def serve(self, linger_s: float = math.inf) -> None:
-        """Serve until there has been no client for `linger_s` seconds."""
-        awake_s = time.monotonic()
+        """Serve until there has been no client for `linger_s` seconds after the last one.
+
+        The first one's target may still be loading, which takes longer than a drafter.
+        """
+        awake_s, had_client = time.monotonic(), False
         while True:
             self._accept_all()
             self._remove_disconnected()
@@ -206,7 +210,9 @@ class DrafterServer:
                 self._run_for(client, partial(client.work, awake_s))
                 continue
             try:
-                self._waiter.wait(self._has_messages, math.inf if self._clients else linger_s)
+                had_client = had_client or bool(self._clients)
+                patience_s = linger_s if had_client else max(linger_s, FIRST_CLIENT_S)
+                self._waiter.wait(self._has_messages, math.inf if self._clients else patience_s)
             except TimeoutError:
                 return
             awake_s = time.monotonic()

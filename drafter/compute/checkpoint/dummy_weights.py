@@ -69,7 +69,7 @@ class RandomTensors:
         return tensor.mul_(shape[-1] ** -0.5)
 
     def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
-        return self.get(name).narrow(dim, rows.start, rows.stop - rows.start)
+        return self.get(name).narrow(dim, rows.start, rows.stop - rows.start).contiguous()
 
     def codes(self, name: str, part: slice | None = None, dim: int = 0) -> QuantizedMatrix | None:
         """Return a matrix, or some rows or columns, as codes; None if products do not take its form."""

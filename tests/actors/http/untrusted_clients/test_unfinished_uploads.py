@@ -86,7 +86,7 @@ def test_unfinished_uploads_of_one_key_make_room_for_those_of_another(
                 connection.sendall(CONTENT)
             except ConnectionError:  # it was dropped while it was sent
                 continue
-        wait_until(lambda: len(answered(others)) == 8 + 1 - BUDGET_UPLOADS)
+        wait_until(lambda: len(answered(others)) >= 8 + 1 - BUDGET_UPLOADS)
         assert {status_of(each) for each in answered(others)} <= {503, 0}
         assert not answered([mine]) and not list(tmp_path.iterdir()) and not stored(storage)
         mine.sendall(END)

@@ -1,0 +1,289 @@
+"""A pretended H200, on which the GPU path runs from loading to its last capture without a GPU.
+
+CUDA tensors are PyTorch's fake ones: shapes without memory. Launches are specialized by Triton as on a GPU,
+and not run. Streams, events and captures record. `Recording` holds what a capture forbids: reads by the host,
+copies from or to it, masks as indices, events, waits, and kernels that were never specialized before.
+
+`pretend_gpu` changes torch and Triton for the whole process, so a program of its own calls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from triton.backends.compiler import GPUTarget
+from triton.runtime import jit
+
+from ..paths import ROOT
+
+_CAPABILITY, _MULTIPROCESSORS, _BYTES = (9, 0), 132, 150_110_011_392  # of an H200
+_ANSWERED = frozenset(f"aten.{name}" for name in ("item", "_local_scalar_dense", "equal", "is_nonzero"))
+_OTHERS = ("tolist", "unique", "nonzero", "masked_select", "__bool__")
+_READ_BY_HOST = _ANSWERED | {f"aten.{name}" for name in _OTHERS}
+_COPIES = frozenset(
+    f"aten.{name}" for name in ("copy_", "_to_copy", "to", "index", "index_put", "index_put_")
+)
+
+
+@dataclass
+class Recording:
+    """What a start did.
+
+    Attributes:
+        capture: launches of the graph that is being captured; None outside of captures.
+        graphs: launches by kernel, of each captured graph.
+        variants: keys by kernel for which Triton would compile it.
+        new_in_capture: kernels that were first specialized within a capture.
+        violations: what captures forbid, with its place.
+        host_reads: places outside of captures where the host waits for a value.
+    """
+
+    capture: Counter[str] | None = None
+    graphs: list[Counter[str]] = field(default_factory=list[Counter[str]])
+    variants: dict[str, set[Any]] = field(default_factory=lambda: defaultdict(set))
+    new_in_capture: Counter[str] = field(default_factory=Counter[str])
+    violations: Counter[str] = field(default_factory=Counter[str])
+    host_reads: Counter[str] = field(default_factory=Counter[str])
+
+    def forbid(self, what: str) -> None:
+        """Record a violation if a capture is in progress."""
+        if self.capture is not None:
+            self.violations[f"{what} in a capture: {place()}"] += 1
+
+
+def place(count: int = 3) -> str:
+    """Return the innermost lines of the repository that are being run, innermost first."""
+    frames = [
+        f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno}"
+        for frame in reversed(traceback.extract_stack())
+        if frame.filename.startswith(str(ROOT)) and "/.venv/" not in frame.filename
+    ]
+    return " < ".join([each for each in frames if "/rehearsal/" not in each][:count])
+
+
+def pretend_gpu(recording: Recording, device_guard: Path) -> None:
+    """Make torch and Triton believe in a GPU; `device_guard`: the compiled device_guard.cpp."""
+    ctypes.CDLL(str(device_guard), ctypes.RTLD_GLOBAL)
+    torch._C._set_only_lift_cpu_tensors(True)
+    _pretend_runtime(recording)
+    _pretend_tensors()
+    _pretend_launches(recording)
+
+
+def _pretend_runtime(recording: Recording) -> None:
+    class Event:
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def record(self, *_: object) -> None:
+            recording.forbid("an event is recorded")
+
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            recording.forbid("an event is waited for")
+
+    class Stream:
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            recording.forbid("a stream is waited for")
+
+    class Graph:
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def capture_begin(self, *_: object, **__: object) -> None:
+            assert recording.capture is None, "captures are not nested"
+            recording.capture = Counter()
+
+        def capture_end(self) -> None:
+            assert recording.capture is not None, "a capture has begun"
+            recording.graphs.append(recording.capture)
+            recording.capture = None
+
+        def replay(self) -> None:
+            pass
+
+    properties = SimpleNamespace(
+        name="NVIDIA H200",
+        major=_CAPABILITY[0],
+        minor=_CAPABILITY[1],
+        multi_processor_count=_MULTIPROCESSORS,
+        total_memory=_BYTES,
+    )
+    pretended: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "get_device_capability": lambda *_: _CAPABILITY,
+        "get_device_properties": lambda *_: properties,
+        "get_device_name": lambda *_: properties.name,
+        "synchronize": lambda *_: recording.forbid("the device is waited for"),
+        "empty_cache": lambda: recording.forbid("the allocator's cache is emptied"),
+        "mem_get_info": lambda *_: (_BYTES - 2**29, _BYTES),
+        "is_current_stream_capturing": lambda: recording.capture is not None,
+        "graph_pool_handle": lambda: (0, 1),
+        "current_stream": lambda *_: Stream(),
+        "stream": lambda stream: contextlib.nullcontext(),
+        "Event": Event,
+        "Stream": Stream,
+        "CUDAGraph": Graph,
+    }
+    for name, value in pretended.items():
+        setattr(torch.cuda, name, value)
+
+
+def _pretend_tensors() -> None:
+    """Make random numbers without a generator of the GPU, and pinned memory without a driver."""
+    make_generator, empty = torch.Generator, torch.empty
+
+    class Generator:
+        def __new__(cls, device: Any = "cpu") -> Any:
+            if torch.device(device).type == "cuda":
+                return SimpleNamespace(manual_seed=lambda seed: None)
+            return make_generator(device)
+
+    def unseeded(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def random(*args: Any, generator: Any = None, **more: Any) -> torch.Tensor:
+            if generator is not None and not isinstance(generator, SimpleNamespace):
+                more["generator"] = generator
+            return make(*args, **more)
+
+        return random
+
+    def unpinned(*args: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+        if not pin_memory:
+            return empty(*args, **more)
+        with unset_fake_temporarily():
+            return torch.zeros(*args, **more)
+
+    for name in ("randn", "rand", "randint"):
+        setattr(torch, name, unseeded(getattr(torch, name)))
+    torch.Generator = Generator  # pyright: ignore[reportAttributeAccessIssue]
+    torch.empty = unpinned
+
+
+def _pretend_launches(recording: Recording) -> None:
+    limits = {
+        "max_shared_mem": 232_448,
+        "multiprocessor_count": _MULTIPROCESSORS,
+        "max_num_regs": 65_536,
+        "warpSize": 32,
+    }
+    driver = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 10 * _CAPABILITY[0] + _CAPABILITY[1], 32),
+        get_active_torch_device=lambda: torch.device("cuda", 0),
+        get_device_interface=lambda: torch.cuda,
+        is_active=lambda: True,
+        utils=SimpleNamespace(get_device_properties=lambda device: limits),
+    )
+    triton.runtime.driver.set_active(driver)  # pyright: ignore[reportArgumentType]
+    bases: dict[int, int] = {}  # addresses by storage, with the alignment of an allocator's
+    run = jit.JITFunction.run
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.device.type != "cuda":
+                recording.violations[f"a launch gets a tensor of the host: {place()}"] += 1
+            storage = value.untyped_storage()
+            base = bases.setdefault(storage._cdata, (len(bases) + 1) << 40)
+            address = base + int(value.storage_offset()) * value.element_size()
+            return _Pointer(value.dtype, address)
+        if isinstance(value, tuple):
+            values = map(argument, value)
+            return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
+        return value
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> Any:
+        given: Any = grid(more) if callable(grid) else grid
+        size = (given,) if isinstance(given, int) else tuple(map(int, given))
+        if min(size) < 0 or max(size[1:], default=0) > 65_535:
+            recording.violations[f"a grid of {size}: {place()}"] += 1
+        if recording.capture is not None:
+            recording.capture[kernel.fn.__name__] += 1
+        with unset_fake_temporarily():
+            more = {name: argument(value) for name, value in more.items()}
+            return run(kernel, *map(argument, args), grid=size, warmup=True, **more)
+
+    def specialize(kernel: Any, key: Any, signature: Any, device: int, *_: Any) -> Any:
+        name = kernel.fn.__name__
+        recording.variants[name].add(key)
+        if recording.capture is not None:
+            recording.new_in_capture[name] += 1
+        compiled = SimpleNamespace(result=None)
+        kernel.device_caches[device][0][key] = compiled
+        return compiled
+
+    jit.JITFunction.run = launch  # pyright: ignore[reportAttributeAccessIssue]
+    jit.JITFunction._do_compile = specialize  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pointer:
+    """What Triton asks of a tensor."""
+
+    dtype: torch.dtype
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Watch(TorchDispatchMode):
+    """Runs operators on the host's own tensors for real, and others on shapes; records what is forbidden."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, str(func._overloadpacket)
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        devices = [each for each in (*args, kwargs.get("device")) if isinstance(each, torch.device)]
+        target = devices[0].type if devices else None
+        if target != "cuda" and not any(isinstance(each, FakeTensor) for each in tensors):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        self._check(name, tensors, args, target)
+        if name in _ANSWERED:
+            self._recording.host_reads[place()] += 1
+            return name == "aten.equal" or (0 if tensors[0].dtype is not torch.bool else False)
+        if name == "aten.copy_" and not isinstance(args[0], FakeTensor):
+            return args[0]
+        return func(*tree_map(_as_fake, args), **tree_map(_as_fake, kwargs))
+
+    def _check(self, name: str, tensors: list[torch.Tensor], args: Any, target: str | None) -> None:
+        sources = {each.device.type for each in tensors if each.dim() > 0}
+        if name in _READ_BY_HOST and any(each.device.type == "cuda" for each in tensors):
+            self._recording.forbid(f"{name} makes the host wait")
+        if name in _COPIES and len(sources | ({target} if target and sources else set())) > 1:
+            self._recording.forbid(f"{name} between host and device")
+        if name.startswith("aten.index") and len(args) > 1 and isinstance(args[1], list | tuple):
+            masks = [each for each in args[1] if isinstance(each, torch.Tensor)]
+            if any(each.dtype in (torch.bool, torch.uint8) for each in masks):
+                self._recording.forbid(f"{name} by a mask")
+
+
+def _as_fake(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
+    return value

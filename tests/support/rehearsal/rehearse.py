@@ -1,0 +1,157 @@
+"""Rehearses a start on a pretended GPU: rehearse.py DEVICE_GUARD SETTINGS; prints a JSON report.
+
+SETTINGS, as JSON: `engine` and `speculation` (fields of EngineConfig and SpeculativeConfig), `model` (of
+`bench`'s random models), `rank` of `ranks`, and whether to `plant` faults in captures.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.rehearsal.pretended_gpu import Recording, Watch, pretend_gpu
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+recording = Recording()
+pretend_gpu(recording, Path(sys.argv[1]))
+
+# Only now: these look for a GPU when they are imported.
+from manta.actors.targets.loading import rank_loader  # noqa: E402
+from manta.actors.targets.loading.load_plan import plan_models  # noqa: E402
+from manta.actors.targets.model.tensor_parallel import SingleRank  # noqa: E402
+from manta.actors.targets.runners import cuda_graphs  # noqa: E402
+from manta.cluster.config import EngineConfig, SpeculativeConfig  # noqa: E402
+from manta.drafter.compute.gpu_triton.common.element_ops import rms_norm  # noqa: E402
+from manta.drafter.compute.gpu_triton.linear import gemm_choice  # noqa: E402
+from manta.jobs.bench.common.random_weights import QWEN3_8B, PairShape, RandomModels  # noqa: E402
+
+MAX_LENGTH = 8192
+
+
+class RecordingRank(SingleRank):
+    """One of several ranks, whose peers have what it has."""
+
+    peer_buffers = None
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.seen: list[tuple[str, list[int], str, bool]] = []
+
+    def note(self, kind: str, tensor: torch.Tensor) -> None:
+        is_captured = recording.capture is not None
+        self.seen.append((kind, list(tensor.shape), str(tensor.dtype), is_captured))
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.note("all_reduce", tensor)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        self.note("all_gather", tensor)
+        return torch.cat([tensor] * self.world_size, dim)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        self.note("broadcast", tensor)
+        return tensor
+
+
+def both(self: Any, use: Any, own: Any, other: Any) -> list[bool]:
+    """Choose our product, after both were launched as in a measurement; all ranks agree."""
+    if self._ranks is not None:
+        self._ranks.broadcast(torch.empty(3, dtype=torch.int32, device="cuda"))
+    for projection in (own, other):
+        for rows in gemm_choice.ROW_TILES:
+            gemm_choice._call(use, projection, own, rows)()
+    return [True] * len(gemm_choice.ROW_TILES)
+
+
+def own_value(find: Callable[[], Any], count: int, communicator: Any, device: Any) -> tuple[int, ...]:
+    """`rank_loader.smallest` of equal ranks, which reads no value from the device."""
+    found = tuple(find())
+    communicator.all_gather(torch.empty((1, 1 + count), dtype=torch.int64, device="cuda"), dim=0)
+    return found
+
+
+def faults() -> list[Callable[[], object]]:
+    """Return what no capture may contain; each is harmless outside of one."""
+
+    def value() -> torch.Tensor:
+        return torch.zeros(4, device="cuda")
+
+    def new_kernel() -> object:
+        weight = torch.ones(257, dtype=torch.float16, device="cuda")
+        if recording.capture is not None:
+            rms_norm(torch.zeros((4, 257), dtype=torch.float16, device="cuda"), weight, 1e-6)
+        return weight
+
+    return [
+        lambda: value().sum().item(),
+        lambda: value().cpu(),
+        lambda: torch.tensor([1, 2]).to("cuda"),
+        lambda: value()[torch.tensor([0, 1, 1, 0])],
+        lambda: value()[torch.tensor([True, False, True, False], device="cuda")],
+        lambda: torch.cuda.Event().record(),
+        lambda: torch.cuda.Event().synchronize(),
+        torch.cuda.synchronize,
+        torch.cuda.empty_cache,
+        new_kernel,
+    ]
+
+
+def plant(planted: list[Callable[[], object]]) -> None:
+    """Make each capture contain one of the faults, in turn."""
+    turns, capture = cycle(planted), cuda_graphs._capture
+
+    def with_fault(run: Callable[[], Any], pool: Any) -> Any:
+        fault = next(turns)
+
+        def both() -> Any:
+            result = run()
+            try:
+                fault()
+            except Exception:  # of a shape that only values decide
+                recording.forbid("a fault raised")
+            return result
+
+        return capture(both, pool)
+
+    cuda_graphs._capture = with_fault
+
+
+def main(settings: dict[str, Any]) -> None:
+    gemm_choice.MeasuredChoice._agree = both
+    rank_loader.smallest = own_value
+    if settings.get("plant"):
+        plant(faults())
+    num_ranks, speculation = settings.get("ranks", 1), settings.get("speculation", {})
+    ranks = RecordingRank(settings.get("rank", 0), num_ranks)
+    shape = PairShape.of("Qwen3-8B", {**QWEN3_8B, "num_hidden_layers": 1, **settings.get("model", {})})
+    config = EngineConfig(
+        model="random",
+        skip_tokenizer_init=True,
+        max_num_seqs=4,
+        tensor_parallel_size=num_ranks,
+        speculative_config=None if speculation is None else SpeculativeConfig(model="random", **speculation),
+        **settings.get("engine", {}),
+    )
+    with FakeTensorMode(allow_non_fake_inputs=True), Watch(recording):
+        drafter = None if speculation is None else shape.drafter
+        plan = plan_models(config, Path("random"), shape.target, Path("random"), drafter, MAX_LENGTH)
+        rank_loader.start_runner(plan, RandomModels(), ranks if num_ranks > 1 else SingleRank())
+    report = {
+        "violations": recording.violations,
+        "host_reads": recording.host_reads,
+        "new_in_capture": recording.new_in_capture,
+        "graphs": recording.graphs,
+        "variants": {name: len(keys) for name, keys in recording.variants.items()},
+        "collectives": ranks.seen,
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[2]))
