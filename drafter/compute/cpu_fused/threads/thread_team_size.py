@@ -33,7 +33,7 @@ _SPENT = 80  # in tasks on several threads since the last decision
 _PAUSE, _TRIAL = 88, 96  # rest before a trial; time at which the next one may begin
 NUM_SIZE_LINES = 2
 
-_WINDOW_NS = 20_000_000  # of tasks: minimum time to judge waits by, and after which rests become shorter
+_WINDOW_NS = 300_000_000
 _MIN_PAUSE_NS, _MAX_PAUSE_NS = 10_000_000, 1_000_000_000
 
 
@@ -52,15 +52,15 @@ def note_wait(words, waited_ns):
 def judge(words, size, spent_ns):
     """Decide after a task on `size` > 1 threads whether to suspend some of them.
 
-    Suspended threads cost at most their share of the speed; so they are suspended if waiting costs nearly as
-    much.
+    Suspended threads cost at most their share of the speed; so they are suspended if waiting costs somewhat
+    more, for long: a server's own processes take their cores in short turns.
     """
     spent_ns += read_shared(words + _SPENT)
     write_shared(words + _SPENT, spent_ns)
     waited_ns = read_shared(words + _WAITED) // (size - 1)  # per waiting thread
     fewer = _step(size - 1)
     pause_ns = read_shared(words + _PAUSE)
-    if 5 * size * waited_ns > 4 * fewer * max(spent_ns, _WINDOW_NS):
+    if 5 * size * waited_ns > 6 * fewer * max(spent_ns, _WINDOW_NS):
         write_shared(words + LIMIT, size - fewer)
         _extend_pause(words)
     elif spent_ns > _WINDOW_NS:
