@@ -44,13 +44,13 @@ class Sizes:
 
 @pytest.mark.parametrize(("size", "left"), [(2, 1), (8, 7), (16, 15), (64, 57)])
 def test_a_team_that_waits_more_than_it_works_gives_up_threads(size: int, left: int):
-    assert Sizes(size).after_a_task(size, 10 * MS, 9 * MS * (size - 1)) == left
+    assert Sizes(size).after_a_task(size, 150 * MS, 190 * MS * (size - 1)) == left
 
 
 @pytest.mark.parametrize(
     ("spent_ns", "waited_ns"),
-    [(4 * MS, 3 * MS), (20 * MS, 7 * MS), (4 * MS, 0)],
-    ids=["one quantum", "little", "none"],
+    [(40 * MS, 90 * MS), (300 * MS, 170 * MS), (40 * MS, 0)],
+    ids=["some quanta", "little", "none"],
 )
 def test_a_team_keeps_its_threads_if_waits_are_short(spent_ns: int, waited_ns: int):
     assert Sizes(2).after_a_task(2, spent_ns, waited_ns) == 2
@@ -60,8 +60,8 @@ def test_waits_of_several_tasks_add_up_for_a_limited_time():
     sizes = Sizes(2)
     for _ in range(100):  # a quantum in each window
         assert sizes.after_a_task(2, 21 * MS, 4 * MS) == 2
-    for _ in range(9):
-        sizes.after_a_task(2, 2 * MS, MS)
+    for _ in range(10):
+        sizes.after_a_task(2, 30 * MS, 20 * MS)
     assert sizes[words.LIMIT] == 1
 
 
@@ -71,7 +71,7 @@ def resting() -> Sizes:
     sizes = Sizes(2)
     assert sizes.now(2) == (2, False)
     before_ns = words.now_ns()
-    sizes.after_a_task(2, 10 * MS, 9 * MS)
+    sizes.after_a_task(2, 150 * MS, 190 * MS)
     assert sizes[words._TRIAL] >= before_ns + words._MIN_PAUSE_NS
     sizes[words._TRIAL] = NEVER
     assert sizes.now(2) == (1, False)
@@ -100,7 +100,7 @@ def test_only_a_thread_on_trial_reports_whether_it_got_a_core(resting: Sizes):
 
 def test_fewer_threads_than_the_limit_are_granted():
     sizes = Sizes(16)
-    sizes.after_a_task(8, 4 * MS, 30 * MS)
+    sizes.after_a_task(8, 60 * MS, 400 * MS)
     assert sizes[words.LIMIT] == 7
     assert sizes.now(4) == (4, False)
     assert sizes.now(1) == (1, False)
