@@ -60,7 +60,7 @@ def test_waits_of_several_tasks_add_up_for_a_limited_time():
     sizes = Sizes(2)
     for _ in range(100):  # a quantum in each window
         assert sizes.after_a_task(2, 21 * MS, 4 * MS) == 2
-    for _ in range(10):
+    for _ in range(16):
         sizes.after_a_task(2, 30 * MS, 20 * MS)
     assert sizes[words.LIMIT] == 1
 
