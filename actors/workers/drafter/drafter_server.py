@@ -192,13 +192,14 @@ class DrafterServer:
         self._waiter = SpinWaiter(spin_budget_s(4))  # engine, target and drafter all compute
         self._waiter.listen(self._listener.listener)
         self._clients: list[DrafterSessionQueue] = []
+        self._had_client = False
 
     def serve(self, linger_s: float = math.inf) -> None:
         """Serve until there has been no client for `linger_s` seconds after the last one.
 
         The first one's target may still be loading, which takes longer than a drafter.
         """
-        awake_s, had_client = time.monotonic(), False
+        awake_s = time.monotonic()
         while True:
             self._accept_all()
             self._remove_disconnected()
@@ -210,8 +211,7 @@ class DrafterServer:
                 self._run_for(client, partial(client.work, awake_s))
                 continue
             try:
-                had_client = had_client or bool(self._clients)
-                patience_s = linger_s if had_client else max(linger_s, FIRST_CLIENT_S)
+                patience_s = linger_s if self._had_client else max(linger_s, FIRST_CLIENT_S)
                 self._waiter.wait(self._has_messages, math.inf if self._clients else patience_s)
             except TimeoutError:
                 return
@@ -230,6 +230,7 @@ class DrafterServer:
         while self._has_connection():
             sock = self._listener.accept()
             if sock is not None:
+                self._had_client = True  # also one that is refused
                 self._admit(sock)
 
     def _admit(self, sock: socket.socket) -> None:

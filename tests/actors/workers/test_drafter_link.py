@@ -236,6 +236,19 @@ def test_a_drafter_that_lags_too_long_is_given_up_and_a_dead_one_is_noticed_imme
         )
 
 
+def test_a_server_waits_longer_for_its_first_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first engine's target may load for minutes; engines that follow have loaded or start another."""
+    server, waits = DrafterServer(lambda hello: pytest.fail("nobody connects")), list[float]()
+
+    def wait(ready: Callable[[], bool], timeout_s: float) -> None:
+        waits.append(timeout_s)
+        raise TimeoutError
+
+    monkeypatch.setattr(server._waiter, "wait", wait)
+    server.serve(5.0)
+    assert waits == [drafter_server.FIRST_CLIENT_S]
+
+
 def test_a_refused_connection_gets_the_reason(running: RunningServer) -> None:
     with pytest.raises(ConfigError, match="no pages") as caught:
         running.connect("a", num_pages=0)
