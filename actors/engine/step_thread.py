@@ -128,7 +128,7 @@ class StepThread:
                 self._core.start_steps()
                 # Only now: the event loop takes the GIL for what it is given, and the workers would wait.
                 deliver()
-                updates = self._core.finish_step()
+                updates = self._core.collect_step()
                 if time.monotonic() >= self._speculation_cache.due_s:
                     self._speculation_cache.write()
             self._speculation_cache.write()
