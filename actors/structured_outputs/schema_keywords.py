@@ -345,6 +345,10 @@ def uncounted_properties(schema: dict[str, Any], is_merged: bool) -> list[str]:
     left_out: list[str] = []
     if low <= 0:
         schema.pop("minProperties", None)
+    elif is_closed and low > len(optional):  # no object has as many names; llguidance allows one without
+        del schema["minProperties"]
+        left_out.append("minProperties")
+        low = 0
     if high is not None and is_closed and len(optional | required) <= high and not is_merged:
         del schema["maxProperties"]
         high = None

@@ -22,6 +22,7 @@ _TESTED = {
     "tests/drafter/gpu_triton/": ("drafter/step/gpu_triton/", "jobs/doctor/"),
     "tests/drafter/step/": ("drafter/dflash/",),
     "tests/drafter/cpu/": ("drafter/step/cpu_numba/",),
+    "tests/end_to_end/gpu_start/": ("drafter/", "actors/targets/", "actors/workers/"),
     "tests/end_to_end/lossless/": (
         "drafter/",
         "actors/targets/",

@@ -158,6 +158,12 @@ DEFINITIONS = st.recursive(LEAVES, composed, max_leaves=4)
 SCHEMAS = st.recursive(st.one_of(LEAVES, st.just({"$ref": "#/$defs/d"})), composed, max_leaves=6)
 
 
+def test_more_names_than_a_closed_object_has_are_not_enforced() -> None:
+    closed = {"type": "object", "properties": {}, "additionalProperties": False, "minProperties": 1}
+    check_texts({"anyOf": [closed]}, JsonLayout(), random.Random(0), 3)
+    assert SchemaReader().read(closed, FIELD).left_out == (f"{FIELD}.minProperties",)
+
+
 @settings(
     max_examples=100,
     phases=(Phase.explicit, Phase.generate),
