@@ -20,7 +20,6 @@ from ...cluster.engine.engine_core import EngineCore
 from ...cluster.engine.step_watchdog import TICK_S, Stall, StepWatchdog
 from ...cluster.errors import EngineDeadError, EngineStalledError, MantaError
 from ...cluster.step.executor import Executor, HasWorkers, SwapsDrafters
-from ...cluster.step.step_outcome import SequenceUpdate
 from .output_streams import OutputStreams
 from .speculation_cache import SpeculationCache
 
@@ -111,24 +110,11 @@ class StepThread:
     # On the step thread.
 
     def _run(self) -> None:
-        updates: list[SequenceUpdate] = []
-
-        def deliver() -> None:
-            nonlocal updates
-            if updates:
-                self.post(self._streams.deliver, updates)
-                updates = []
-
         try:
-            while True:
-                if not self._core.has_unfinished:
-                    deliver()
-                if not self._await_work():
-                    break
-                self._core.start_steps()
-                # Only now: the event loop takes the GIL for what it is given, and the workers would wait.
-                deliver()
-                updates = self._core.collect_step()
+            while self._await_work():
+                updates = self._core.step()
+                if updates:
+                    self.post(self._streams.deliver, updates)
                 if time.monotonic() >= self._speculation_cache.due_s:
                     self._speculation_cache.write()
             self._speculation_cache.write()
@@ -142,7 +128,6 @@ class StepThread:
             )
             self.failure = EngineDeadError(f"The engine failed ({type(error).__name__}). Retry.")
         self._stopping.set()
-        deliver()
         self.post(self._streams.fail_all, self.failure)
 
     def _await_work(self) -> bool:

@@ -200,16 +200,8 @@ class EngineCore:
 
     def step(self) -> list[SequenceUpdate]:
         """Start as many steps as may be in flight, finish the oldest one, and return its updates, if any."""
-        self.start_steps()
-        return self.collect_step()
-
-    def start_steps(self) -> None:
-        """Start as many steps as may be in flight."""
         while len(self._scheduler.in_flight) < self._max_in_flight and (plan := self.plan()) is not None:
             self._submit(plan)
-
-    def collect_step(self) -> list[SequenceUpdate]:
-        """Wait for the oldest step, if one is in flight, and return its updates."""
         if not self._scheduler.in_flight:
             return []
         result = self._collect()

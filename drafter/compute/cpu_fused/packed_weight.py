@@ -48,12 +48,12 @@ from .tiles.simd_tiles import TILE_BYTES
 MOST_TILES = 8  # multiplied at once
 MOST_FORMS = 3  # of a weight: those of q, k and v
 _BF16, _FP32, _BYTE = np.uint16(0), np.float32(0), np.uint8(0)
-# `kernel`: address of the task of a kind of codes, 0 for bf16; `group_shift`: log2 of a group's pairs;
-# `scratch_decoded`: offset of what is expanded in a thread's scratch memory; `shifts`: zeros or offsets. What
-# groups share has a form (`_FORMS`), in two levels with 2^shift groups in each of so many blocks. A weight
+# `kernel`: address of the task of a kind of codes, 0 for bf16; `scratch_decoded`: offset of what is expanded
+# in a thread's scratch memory; `shifts`: zeros or offsets. What groups share has a form (`_FORMS`), in two
+# levels with 2^shift groups in each of so many blocks. A weight
 # whose outputs have several forms is a WEIGHT for each, one after the other, up to panel `end` of 32 outputs.
 WEIGHT = record_dtype(
-    "end kernel codes tile_bytes pairs group_shift groups scratch_decoded"
+    "end kernel codes tile_bytes pairs groups scratch_decoded"
     " scales scale_form scale_blocks scale_block_shift scale_num_blocks"
     " shifts shift_form shift_blocks shift_block_shift shift_num_blocks",
     "factor",
@@ -67,7 +67,6 @@ _FORMS = {
     torch.uint8: _EXPONENTS,
 }
 _FORMS_OF_BLOCKS = {torch.int8: _INT8_OF_BLOCKS, torch.uint8: _UINT8_OF_BLOCKS}
-_NO_SHIFT = 62  # all pairs of inputs are in the first group
 _arguments_memory = stack_memory(128)
 
 
@@ -203,9 +202,7 @@ class PackedWeight:
             return
         w["kernel"], w["scratch_decoded"] = self.kernel.address, scratch_decoded
         w["factor"] = FACTORS.get(self.code, 1.0)
-        groups = self._num_groups
-        w["pairs"], w["groups"] = self.in_features // 2, groups
-        w["group_shift"] = (self.in_features // groups // 2).bit_length() - 1 if groups > 1 else _NO_SHIFT
+        w["pairs"], w["groups"] = self.in_features // 2, self._num_groups
         self.scales.write(w, "scale")
         if self.shifts is not None:
             self.shifts.write(w, "shift")
@@ -387,7 +384,7 @@ def multiply_codes(packed, chunk_bytes, w, panel, step, scratch, rows, panels):
 @elements
 def _take_codes(a, w, panel, scratch):
     a.codes, a.tile_bytes = w.codes + 2 * panel * w.tile_bytes, w.tile_bytes
-    a.pairs, a.group_shift, a.groups = w.pairs, w.group_shift, w.groups
+    a.pairs, a.groups = w.pairs, w.groups
     a.scales = scratch + w.scratch_decoded
     a.shifts = a.scales + 4 * MOST_TILES * w.groups * 16
 

@@ -33,6 +33,7 @@ _SPENT = 80  # in tasks on several threads since the last decision
 _PAUSE, _TRIAL = 88, 96  # rest before a trial; time at which the next one may begin
 NUM_SIZE_LINES = 2
 
+# Of tasks: minimum time to judge waits by, and after which rests become shorter.
 _WINDOW_NS = 300_000_000
 _MIN_PAUSE_NS, _MAX_PAUSE_NS = 10_000_000, 1_000_000_000
 

@@ -53,8 +53,7 @@ from .simd_vectors import rounded_lanes, rounded_pairs
 
 # Arguments of both operations, as int64 in this order; `target` of expanded tiles alone.
 CODE_ARGUMENTS = (
-    "a chunk_bytes codes tile_bytes panel_bytes scales shifts pairs group_shift groups sums rows panels"
-    " target"
+    "a chunk_bytes codes tile_bytes panel_bytes scales shifts pairs groups sums rows panels target"
 )
 MULTIPLY, EXPAND = 0, 1
 # Factors by which decoded codes are too small; scales are multiplied by them when they are expanded.
@@ -192,8 +191,7 @@ def _expand(builder: Any, values: dict[str, Value], decoder: _Decoder) -> None:
 @contextmanager
 def _groups(builder: Any, values: dict[str, Value]) -> Iterator[tuple[Value, Value, Value]]:
     """Emit a loop over groups: its number, first pair of inputs, and number of pairs."""
-    one = builder.icmp_signed("==", values["groups"], integer(1))
-    count = builder.select(one, values["pairs"], builder.shl(integer(1), values["group_shift"]))
+    count = builder.udiv(values["pairs"], values["groups"])
     with cgutils.for_range(builder, values["groups"]) as loop:
         yield loop.index, builder.mul(loop.index, count), count
 
