@@ -67,9 +67,8 @@ def create_gateway(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         nonlocal parts
-        parts = GatewayState(
-            fleet, Upstream(), own_metrics, traffic, Isolation(fleet, own_metrics), KeyLimits(settings)
-        )
+        isolation = Isolation(fleet, own_metrics, by_key=settings.has_several_keys)
+        parts = GatewayState(fleet, Upstream(), own_metrics, traffic, isolation, KeyLimits(settings))
         watching = asyncio.create_task(fleet.watch_forever())
         yield
         watching.cancel()

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...cluster.errors import EngineDeadError
+from ..http.middleware.api_keys import caller_of
 from ..http.wire.errors import logged_elsewhere
 from .generation_proxy import BROKEN, NOT_RECEIVED, POLL_S, GatewayState, died_with_requests
 from .isolation import SuspectRequest
@@ -38,7 +39,8 @@ class ForwardedResponse(Response):
         body = await self._small_body()
         model = await self._model(body)
         refused: set[str] = set()
-        suspect = None if body is None else SuspectRequest(self._parts.isolation, self._case_name, body)
+        owner, isolation = caller_of(scope).owner, self._parts.isolation
+        suspect = None if body is None else SuspectRequest(isolation, owner, self._case_name, body)
         while True:
             await self._parts.fleet.wake_model(model)
             member = await self._next_replica(model, suspect, refused)

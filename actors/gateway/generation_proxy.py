@@ -98,7 +98,7 @@ class GenerationResponse(Response):
         self._stream = ResumableStream()
         self._refused: set[str] = set()  # names of the replicas that refused
         self._refusal: Response | None = None  # the last refusal
-        self._suspect = SuspectRequest(parts.isolation, http.url.path, body)
+        self._suspect = SuspectRequest(parts.isolation, caller_of(http.scope).owner, http.url.path, body)
         self._has_started = False  # the client has the head of its response
         self._raw = False  # the client also has output whose tokens are unknown here
         self._send: Send | None = None

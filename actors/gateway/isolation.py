@@ -3,7 +3,8 @@
 Such a request is a suspect (`cluster/fleet/poison_requests.py`). Suspects wait in one queue per model and
 take turns. A replica serves at most one suspect, alongside ordinary requests, and at most half of a model's
 replicas (at least one) serve suspects at the same time. A turn ends when the suspect has outlived the point
-at which the replica died, has ended, or has killed the replica. Runs on the event loop.
+at which the replica died, has ended, or has killed the replica. All requests of an API key under whose
+requests several replicas died are suspects, one at a time. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from contextlib import contextmanager, suppress
 
 import orjson
 
-from ...cluster.errors import EngineDeadError, PoisonousRequestError
-from ...cluster.fleet.poison_requests import TTL_S, DeathRecords
+from ...cluster.errors import EngineDeadError, PoisonousRequestError, RateLimitError
+from ...cluster.fleet.poison_requests import MAX_POISONOUS, TTL_S, DeathRecords
 from .gateway_metrics import GatewayMetrics
 from .replica_set import Fleet, Member, ServedModel
 
@@ -32,6 +33,8 @@ SURVIVED_TOKENS = 16
 MIN_TRIAL_S, MAX_TRIAL_S = 3.0, 10.0
 # Seconds that a suspect waits for its turn.
 SUSPECT_TIMEOUT_S = 180.0
+# Requests of a suspect key that wait for their turns.
+MAX_WAITING_OF_KEY = 32
 # Larger bodies are compared by their bytes, smaller ones as JSON.
 CANONICAL_BYTES = 1 << 16
 # Fields that do not affect what an engine computes.
@@ -39,21 +42,33 @@ _NAMES = frozenset({"request_id", "user", "metadata", "stream", "stream_options"
 
 
 class Isolation:
-    """A gateway's records of deaths under its requests, and the queues of suspects."""
+    """A gateway's records of deaths under its requests, and the queues of suspects.
 
-    def __init__(self, fleet: Fleet, metrics: GatewayMetrics) -> None:
+    `by_key`: deaths are also counted by API key. With one key there is no other to protect.
+    """
+
+    def __init__(self, fleet: Fleet, metrics: GatewayMetrics, *, by_key: bool) -> None:
         self.records = DeathRecords()
         self.fleet = fleet
         self.metrics = metrics
-        self.testing: set[bytes] = set()  # digests of the suspects that replicas are serving
+        self.by_key = by_key
+        self.testing: set[bytes] = set()  # identities of the suspects that replicas are serving
         self._lines: dict[ServedModel, list[ReplicaAttempt]] = {}
         self._changed = asyncio.Event()
 
     @contextmanager
     def wait_turn(self, model: ServedModel, suspect: SuspectRequest) -> Iterator[ReplicaAttempt]:
-        """Queue a request until a replica is taken. Only suspects wait."""
+        """Queue a request until a replica is taken. Only suspects wait.
+
+        Raises RateLimitError if MAX_WAITING_OF_KEY requests of a suspect key wait already.
+        """
         attempt = ReplicaAttempt(self, model, suspect)
         line = self._lines.setdefault(model, [])
+        if suspect.has_suspect_key and sum(t.case.key == suspect.key for t in line) >= MAX_WAITING_OF_KEY:
+            raise RateLimitError(
+                "Replicas died while they served requests of this API key, so its requests run one after the "
+                f"other, and {MAX_WAITING_OF_KEY} are waiting. Retry when some have ended."
+            )
         line.append(attempt)
         try:
             yield attempt
@@ -63,10 +78,13 @@ class Isolation:
                 self.notify()
 
     def next_suspect(self, model: ServedModel) -> ReplicaAttempt | None:
-        """Return the waiting request that got the fewest tokens; only one of equal requests is tested."""
+        """Return the waiting request that got the fewest tokens; those of suspect keys are last.
+
+        Of equal requests, and of a suspect key's, only one is tested.
+        """
         line = self._lines.get(model, ())
-        waiting = [t for t in line if t.case.is_suspect and t.case.digest not in self.testing]
-        return min(waiting, key=lambda attempt: attempt.case.num_tokens_received, default=None)
+        waiting = [t for t in line if t.case.is_suspect and t.case.identity not in self.testing]
+        return min(waiting, key=lambda t: (t.case.has_suspect_key, t.case.num_tokens_received), default=None)
 
     def notify(self) -> None:
         """Wake all waiting suspects: a replica or a place in the queue is free."""
@@ -118,11 +136,14 @@ class ReplicaAttempt:
 class SuspectRequest:
     """A request with its death records, and its trial on a replica if it is a suspect."""
 
-    def __init__(self, isolation: Isolation, path: str, body: bytes) -> None:
+    def __init__(self, isolation: Isolation, owner: str | None, path: str, body: bytes) -> None:
         self._isolation = isolation
+        self._owner = owner or ""
+        self.key = owner if isolation.by_key else None
         self._path = path
         self._body = body
-        self.digest: bytes | None = None  # of the request; None until it is needed
+        self.digest: bytes | None = None  # of key and request; None until it is needed
+        self._tested_as = b""  # its identity during the test
         self._tested_on: Member | None = None  # the replica, while this is the only suspect there
         self._began_s = 0.0
         self.num_tokens_received = 0  # number of tokens that the request got in its last attempt
@@ -135,20 +156,41 @@ class SuspectRequest:
     async def _identify(self) -> bytes:
         if self.digest is None:
             if len(self._body) > CANONICAL_BYTES:
-                self.digest = await asyncio.to_thread(_digest, self._path, self._body)
+                self.digest = await asyncio.to_thread(_digest, self._owner, self._path, self._body)
             else:
-                self.digest = _digest(self._path, self._body)
+                self.digest = _digest(self._owner, self._path, self._body)
         return self.digest
 
     @property
     def is_suspect(self) -> bool:
-        return self.digest is not None and self._isolation.records.status_of(self.digest) == "suspect"
+        if self.digest is None:
+            return False
+        return self.has_suspect_key or self._isolation.records.status_of(self.digest) == "suspect"
+
+    @property
+    def has_suspect_key(self) -> bool:
+        return self._isolation.records.status_of_key(self.key) == "suspect"
+
+    @property
+    def identity(self) -> bytes:
+        """Return what at most one replica tests at a time: the key if it is suspect, else the request."""
+        assert self.digest is not None
+        return self._owner.encode() if self.has_suspect_key else self.digest
 
     def check(self) -> None:
-        if self.digest is not None and self._isolation.records.status_of(self.digest) == "poisonous":
+        """Raise PoisonousRequestError or RateLimitError if the request or its key kills replicas."""
+        if self.digest is None:
+            return
+        if self._isolation.records.status_of(self.digest) == "poisonous":
             raise PoisonousRequestError(
                 f"Replicas died while they served this request. It is refused for {TTL_S / 60:g} minutes. "
                 "Do not retry it: send another request."
+            )
+        if self._isolation.records.status_of_key(self.key) == "poisonous":
+            raise RateLimitError(
+                f"Replicas died while they served {MAX_POISONOUS} different requests of this API key. Its "
+                f"requests are refused for up to {TTL_S / 60:g} minutes. Find those that were answered with "
+                "422, and do not send them."
             )
 
     @contextmanager
@@ -162,7 +204,8 @@ class SuspectRequest:
         lived_s = self._isolation.records.lived_s(self.digest)
         max_s = min(max(1.5 * lived_s, MIN_TRIAL_S), MAX_TRIAL_S)
         self._tested_on, member.tests_suspect = member, True
-        self._isolation.testing.add(self.digest)
+        self._tested_as = self.identity
+        self._isolation.testing.add(self._tested_as)
         timer = asyncio.get_running_loop().call_later(max_s, self._clear_suspicion)
         try:
             yield
@@ -183,10 +226,9 @@ class SuspectRequest:
 
     def _end_trial(self) -> None:
         if self._tested_on is not None:
-            assert self.digest is not None
             self._tested_on.tests_suspect = False
             self._tested_on = None
-            self._isolation.testing.discard(self.digest)
+            self._isolation.testing.discard(self._tested_as)
             self._isolation.notify()
 
     def complete(self) -> None:
@@ -199,17 +241,18 @@ class SuspectRequest:
         lived_s = time.monotonic() - self._began_s
         digest = await self._identify()
         records = self._isolation.records
-        if records.record_death(digest, member.name, alone=alone, lived_s=lived_s) == "poisonous":
+        standing = records.record_death(digest, member.name, alone=alone, lived_s=lived_s, key=self.key)
+        if standing == "poisonous":
             self._isolation.metrics.poisonous(member.record.names[0])
             logger.error(
-                "request %s: replica %s died under it, and another one before; requests with the digest %s "
-                "are refused for %g s",
+                "request %s: replica %s died while it was the only suspect there, or as the third one under "
+                "it; requests with the digest %s are refused for %g s",
                 *(request_id, member.name, digest.hex()[:16], TTL_S),
             )
 
 
-def _digest(path: str, body: bytes) -> bytes:
-    """Return the SHA-256 of route and body; short JSON without fields that have no effect."""
+def _digest(owner: str, path: str, body: bytes) -> bytes:
+    """Return the SHA-256 of key, route and body; short JSON without fields that have no effect."""
     if len(body) <= CANONICAL_BYTES:
         try:
             fields = orjson.loads(body)
@@ -219,4 +262,4 @@ def _digest(path: str, body: bytes) -> bytes:
             relevant = {name: value for name, value in fields.items() if name not in _NAMES}
             with suppress(orjson.JSONEncodeError):  # nested deeper than orjson writes: compared by bytes
                 body = orjson.dumps(relevant, option=orjson.OPT_SORT_KEYS)
-    return hashlib.sha256(path.encode() + b"\0" + body).digest()
+    return hashlib.sha256(f"{owner}\0{path}\0".encode() + body).digest()

@@ -2,8 +2,9 @@
 
 This is the online counterpart of the poison search of batch jobs (`cluster/batch/leases.py`). A suspect
 request is tried once more as the only suspect on its replica. If that replica dies too, the request is
-poisonous and refused for a while. Bounded in number and time. Each gateway has one
-(`actors/gateway/isolation.py`).
+poisonous and refused for a while. A client that changes its request each time has a new digest each time, so
+deaths are also counted by API key: all requests of a suspect key are tried alone, and those of a poisonous
+key are refused. Bounded in number and time. Each gateway has one (`actors/gateway/isolation.py`).
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal
 
 Standing = Literal["clear", "suspect", "poisonous"]
-T = TypeVar("T")
 
 TTL_S = 600.0
 MAX_RECORDS = 1000  # of suspects, and of poisonous requests
 # Deaths after which a request is poisonous even if it outlived its trials, as it may kill late.
 MAX_DEATHS = 3
+# Poisonous requests of one key after which the key is poisonous.
+MAX_POISONOUS = 3
 
 
 @dataclass(slots=True)
 class _Record:
     since_s: float
+    key: str | None
     replicas: set[str] = field(default_factory=set[str])  # replicas that died under the request
     suspect: bool = True
     lived_s: float = 0.0  # the longest time that it ran on one of them
@@ -45,7 +48,8 @@ class DeathRecords:
         self._ttl_s = ttl_s
         self._max_records = max_records
         self._suspects: OrderedDict[bytes, _Record] = OrderedDict()  # oldest first, like the next one
-        self._poisonous: OrderedDict[bytes, float] = OrderedDict()  # time since which each is poisonous
+        self._poisonous: OrderedDict[bytes, _Record] = OrderedDict()
+        self._key_standings: dict[str, Standing] = {}  # computed since the last change of a record
 
     def __bool__(self) -> bool:
         return bool(self._suspects or self._poisonous)
@@ -62,16 +66,42 @@ class DeathRecords:
         record = self._suspects.get(digest)
         return 0.0 if record is None else record.lived_s
 
-    def record_death(self, digest: bytes, replica: str, *, alone: bool, lived_s: float) -> Standing:
-        """Record a death of `replica` `lived_s` after a request began there as the only suspect (`alone`)."""
+    def status_of_key(self, key: str | None) -> Standing:
+        """Return a key's standing by its poisonous requests, and by its suspects that no trial has cleared.
+
+        The latter are requests whose clients have left or did not retry. None, no key, is always clear.
+        """
+        if key is None:
+            return "clear"
         self._expire()
-        record = self._suspects.pop(digest, None) or _Record(0.0)
+        if key not in self._key_standings:
+            self._key_standings[key] = self._count_deaths(key)
+        return self._key_standings[key]
+
+    def _count_deaths(self, key: str) -> Standing:
+        num_poisonous = sum(record.key == key for record in self._poisonous.values())
+        if num_poisonous >= MAX_POISONOUS:
+            return "poisonous"
+        uncleared = [record for record in self._suspects.values() if record.suspect and record.key == key]
+        replicas = set[str]().union(*(record.replicas for record in uncleared))
+        return "suspect" if num_poisonous or len(replicas) >= MAX_DEATHS else "clear"
+
+    def record_death(
+        self, digest: bytes, replica: str, *, alone: bool, lived_s: float, key: str | None = None
+    ) -> Standing:
+        """Record a death of `replica` `lived_s` after a request began there as the only suspect (`alone`).
+
+        `key` is the owner of the request's API key, None if deaths are not counted by key.
+        """
+        self._expire()
+        self._key_standings.clear()
+        record = self._suspects.pop(digest, None) or _Record(0.0, key)
         record.replicas.add(replica)
         record.since_s, record.suspect = self._clock(), True
         record.lived_s = max(record.lived_s, lived_s)
         if digest in self._poisonous or alone or len(record.replicas) >= MAX_DEATHS:
             self._poisonous.pop(digest, None)
-            self._poisonous[digest] = record.since_s
+            self._poisonous[digest] = record
             _drop_oldest(self._poisonous, self._max_records)
             return "poisonous"
         self._suspects[digest] = record
@@ -82,18 +112,20 @@ class DeathRecords:
         """Record that a suspect ran longer than on a replica that died; it need not run alone any more."""
         if (record := self._suspects.get(digest)) is not None:
             record.suspect = False
+            self._key_standings.clear()
 
     def complete(self, digest: bytes) -> None:
-        self._suspects.pop(digest, None)
+        if self._suspects.pop(digest, None) is not None:
+            self._key_standings.clear()
 
     def _expire(self) -> None:
         oldest_s = self._clock() - self._ttl_s
-        while self._suspects and next(iter(self._suspects.values())).since_s < oldest_s:
-            self._suspects.popitem(last=False)
-        while self._poisonous and next(iter(self._poisonous.values())) < oldest_s:
-            self._poisonous.popitem(last=False)
+        for records in (self._suspects, self._poisonous):
+            while records and next(iter(records.values())).since_s < oldest_s:
+                records.popitem(last=False)
+                self._key_standings.clear()
 
 
-def _drop_oldest(records: OrderedDict[bytes, T], maximum: int) -> None:
+def _drop_oldest(records: OrderedDict[bytes, _Record], maximum: int) -> None:
     while len(records) > maximum:
         records.popitem(last=False)

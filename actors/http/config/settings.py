@@ -260,10 +260,13 @@ class ServerSettings:
         return {entry[1]: entry[2] for entry in found if entry is not None}
 
     @property
+    def has_several_keys(self) -> bool:
+        return len({*self.keys("api_key"), *self.keys("admin_api_key")}) > 1
+
+    @property
     def isolation(self) -> Isolation:
         """Return `prefix_cache_isolation` or, if unset, "key" with several keys, else "none"."""
-        num_keys = len({*self.keys("api_key"), *self.keys("admin_api_key")})
-        return self.prefix_cache_isolation or ("key" if num_keys > 1 else "none")
+        return self.prefix_cache_isolation or ("key" if self.has_several_keys else "none")
 
 
 def wants_gateway(replicas: int | str) -> bool:

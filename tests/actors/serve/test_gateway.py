@@ -443,13 +443,13 @@ class Poisoned(PassingExecutor):
 
 
 def poisoned(
-    config: EngineConfig, count: int, *, num_tokens: int = 0
+    config: EngineConfig, count: int, *, num_tokens: int = 0, settings: ServerSettings | None = None
 ) -> tuple[GatewayStand, list[threading.Event]]:
     """Replicas that die of POISON, and an event for each that kills it from outside."""
     token_ids = Tokenizer.load(Path(config.model)).encode(POISON)
     kills = [threading.Event() for _ in range(count)]
     makers = [partial(Poisoned, token_ids=token_ids, num_tokens=num_tokens, killed=kill) for kill in kills]
-    return GatewayStand([(config, served("tiny"))] * count, makers=makers), kills
+    return GatewayStand([(config, settings or served("tiny"))] * count, makers=makers), kills
 
 
 def dead(stand: GatewayStand) -> list[str]:
@@ -506,6 +506,31 @@ def test_a_request_that_kills_gets_two_replicas_and_its_neighbors_lose_nothing(
         assert metric(stand, "poisonous_requests") == 1
     for before, after in zip(undisturbed, disturbed, strict=True):
         assert content(before) == content(after)
+
+
+def test_a_key_that_kills_with_a_new_request_each_time_is_refused_and_another_key_is_answered(
+    config: EngineConfig,
+) -> None:
+    settings = served("tiny", api_key=("killer", "other"))
+    stand, _ = poisoned(config, 5, settings=settings)
+
+    def ask(key: str, prompt: str) -> httpx.Response:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 20, "ignore_eos": True}
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.post(f"{stand.url}/v1/completions", json=body, headers=headers, timeout=600)
+
+    with stand:
+        found: list[tuple[int, int]] = []
+        for nonce in range(5):
+            answer = ask("killer", f"{POISON} {nonce}")
+            found.append((answer.status_code, len(dead(stand))))
+            assert ask("other", f"{nonce}").status_code == 200
+            assert ask("killer", "harmless").status_code == (200 if nonce < 2 else 429)
+        assert found == [(422, 2), (422, 3), (422, 4), (429, 4), (429, 4)]
+        refused = ask("killer", "harmless")
+        assert "retry-after" in refused.headers and "422" in refused.json()["error"]["message"]
+        assert ask("other", f"{POISON} 0").status_code == 503, "another key's equal request is tried"
+        assert len(dead(stand)) == 5
 
 
 def _errors(response: httpx.Response) -> dict[str, Any]:

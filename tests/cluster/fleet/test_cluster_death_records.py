@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.cluster.fleet.poison_requests import MAX_DEATHS, TTL_S, DeathRecords
+from manta.cluster.fleet.poison_requests import MAX_DEATHS, MAX_POISONOUS, TTL_S, DeathRecords
 
 A, B = b"a", b"b"
 
@@ -64,6 +64,36 @@ def test_suspects_are_forgotten_after_a_time(records: DeathRecords, clock: Clock
     assert (records.status_of(A), records.status_of(B)) == ("suspect", "poisonous")
     clock.now_s = TTL_S + 1.0
     assert records.status_of(A) == records.status_of(B) == "clear" and not records
+
+
+def killed(records: DeathRecords, key: str | None, digest: int, replica: str, *, alone: bool) -> str:
+    return records.record_death(digest.to_bytes(2), replica, alone=alone, lived_s=1.0, key=key)
+
+
+def test_a_key_whose_requests_differ_each_time_is_suspect_and_then_refused(
+    records: DeathRecords, clock: Clock
+) -> None:
+    found: list[str] = []
+    for digest in range(MAX_POISONOUS):
+        killed(records, "key", digest, f"r{digest}", alone=True)
+        found.append(records.status_of_key("key"))
+    assert found == ["suspect"] * (MAX_POISONOUS - 1) + ["poisonous"]
+    assert records.status_of_key("other") == records.status_of_key(None) == "clear"
+    clock.now_s = TTL_S + 1.0
+    assert records.status_of_key("key") == "clear"
+
+
+def test_a_key_is_suspect_after_deaths_under_requests_that_no_trial_cleared(records: DeathRecords) -> None:
+    for digest in range(10):
+        killed(records, "key", digest, "r0", alone=False)
+    assert records.status_of_key("key") == "clear", "all of them saw the same death"
+    for digest in range(10, 10 + MAX_DEATHS):
+        killed(records, "key", digest, f"r{digest}", alone=False)
+        killed(records, None, 100 + digest, f"r{digest}", alone=False)
+    assert records.status_of_key("key") == "suspect" and records.status_of_key(None) == "clear"
+    for digest in range(11):
+        records.complete(digest.to_bytes(2))
+    assert records.status_of_key("key") == "clear", "two deaths are left"
 
 
 steps = st.lists(
