@@ -80,7 +80,8 @@ class GrammarFrontend:
         outputs = StructuredOutputsConfig.of(config.structured_outputs_config)
         if outputs.backend not in ("auto", "guidance"):
             logger.warning("backend=%s has no effect: llguidance enforces grammars", outputs.backend)
-        return cls(tokenizer, info.vocab_size, info.eos_token_ids, holder, outputs)
+        known = tokenizer if info.has_grammars else None
+        return cls(known, info.vocab_size, info.eos_token_ids, holder, outputs)
 
     def compile(self, params: SamplingParams) -> SamplingParams:
         """Add the grammar for `structured_outputs`. Blocks. Raises RequestError, which names the field."""
@@ -165,7 +166,8 @@ class GrammarFrontend:
         if self._validator is None:
             raise RequestError(
                 f"{field}: this engine cannot constrain an answer: it runs without a tokenizer "
-                "(skip_tokenizer_init), or its tokenizer has no end-of-sequence token. Leave it out.",
+                "(skip_tokenizer_init), its tokenizer has no end-of-sequence token, or llguidance does not "
+                "support it. Leave it out.",
                 param=field,
             )
         forbidden = tuple(word[0] for word in params.bad_words_token_ids if len(word) == 1)

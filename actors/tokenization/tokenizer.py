@@ -15,12 +15,11 @@ step must be one known to keep or lengthen text, and the vocabulary must cover e
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import tokenizers
 from tokenizers.models import BPE
@@ -33,6 +32,7 @@ from .chat_template import ChatTemplate
 from .client_messages import Message, parse_arguments, without_surrogates
 from .detokenizer import IncrementalDetokenizer, TokenPieces
 from .special_tokens import SpecialTokenGuard
+from .text_growth import Part, check_growth, parts, serialized
 from .tiktoken_tokenizer import sorts_tools, tiktoken_backend
 from .tokenizer_config import read_chat_templates, read_special_tokens
 
@@ -243,12 +243,12 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         return tiktoken_backend(folder)
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for a malformed file
         raise CheckpointError(f"tokenizer: {path} cannot be read: {error}.", param="tokenizer") from error
+    check_growth(backend, path)
+    return backend
 
-
-Part: TypeAlias = Mapping[str, Any]  # Any: a piece of tokenizer.json.
 
 # Unicode's longest canonical decomposition: composition joins at most this many characters.
 COMPOSED_CHARS = 4
@@ -278,8 +278,8 @@ class TokenCoverage:
 
 def token_coverage(backend: tokenizers.Tokenizer) -> TokenCoverage | None:
     """Return None if it is unbounded or unknown."""
-    normalizers = list(_parts(_serialized(backend.normalizer), "normalizers"))
-    splitters = list(_parts(_serialized(backend.pre_tokenizer), "pretokenizers"))
+    normalizers = list(parts(serialized(backend.normalizer), "normalizers"))
+    splitters = list(parts(serialized(backend.pre_tokenizer), "pretokenizers"))
     added = backend.get_added_tokens_decoder().values()
     vocabulary = backend.get_vocab(with_added_tokens=False)
     if not (
@@ -294,21 +294,6 @@ def token_coverage(backend: tokenizers.Tokenizer) -> TokenCoverage | None:
     shrink = COMPOSED_CHARS ** sum(kind in COMPOSING for kind in kinds)
     rewritten = any(kind in REWRITING for kind in kinds)
     return TokenCoverage(longest * shrink, longest * (shrink if rewritten else 1))
-
-
-def _serialized(part: Any) -> Part | None:  # Any: a class of the tokenizers package
-    """Return a part as in tokenizer.json, which is not parsed as a whole for its large vocabulary."""
-    return None if part is None else json.loads(part.__getstate__())
-
-
-def _parts(part: Part | None, children: str) -> Iterator[Part]:
-    if part is None:
-        return
-    if part["type"] != "Sequence":
-        yield part
-        return
-    for child in part[children]:
-        yield from _parts(child, children)
 
 
 def _normalizer_keeps(part: Part) -> bool:

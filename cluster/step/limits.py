@@ -178,7 +178,8 @@ def _check_grammar(params: SamplingParams, limits: SchedulerConfig) -> None:
     if not limits.has_grammars or params.grammar is None:
         raise RequestError(
             f"{field}: this engine cannot hold an answer to a grammar: it runs without a tokenizer "
-            "(skip_tokenizer_init), or its model names no end-of-sequence token. Leave it out.",
+            "(skip_tokenizer_init), its model names no end-of-sequence token, or llguidance does not support "
+            "its tokenizer. Leave it out.",
             param=field,
         )
 

@@ -5,11 +5,13 @@ Imports only what the plan chooses: no Numba or LLVM in a GPU process, no Triton
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from ....cluster.config import Quantization, at_load
+from ....cluster.errors import brief
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.checkpoint.quantized_matrix import CODES, ON_GPUS, Code
 from ....drafter.compute.eager.backend import EagerBackend
@@ -23,6 +25,8 @@ from .load_plan import LoadPlan
 
 if TYPE_CHECKING:
     from ....drafter.grammars.matchers import GrammarStates
+
+logger = logging.getLogger(__name__)
 
 _TRITON = ("triton", "flash_attn")  # backends with Triton's kernels
 
@@ -115,7 +119,10 @@ MAX_MASK_THREADS = 8
 
 
 def make_grammars(plan: LoadPlan) -> GrammarStates | None:
-    """Return the grammars; None without a tokenizer, or if none of the target's end tokens is in it."""
+    """Return the grammars; None without a tokenizer, or if none of the target's end tokens is in it.
+
+    Also None, with a warning, for a tokenizer that llguidance does not know: only grammars need it.
+    """
     config = plan.config
     folder = plan.target_folder if config.tokenizer is None else tokenizer_folder(config)
     if config.skip_tokenizer_init or not plan.target.eos_token_ids or not has_tokenizer(folder):
@@ -127,5 +134,15 @@ def make_grammars(plan: LoadPlan) -> GrammarStates | None:
     tokenizer = Tokenizer.load(folder)
     if not (eos := tokenizer.ids_in_vocabulary(plan.target.eos_token_ids)):
         return None
-    compiler = GrammarCompiler(tokenizer.to_json(), plan.target.vocab_size, eos)
+    try:
+        compiler = GrammarCompiler(tokenizer.to_json(), plan.target.vocab_size, eos)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of llguidance is no Exception
+        logger.warning(
+            "structured outputs and forced tool calls are off, because llguidance does not support this "
+            "tokenizer: %s",
+            brief(str(error), 200),
+        )
+        return None
     return GrammarStates(compiler, max(1, min(MAX_MASK_THREADS, owned_cores() // 2)))

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import tokenizers
+from manta.cluster.config import EngineConfig
 from pydantic import BaseModel
+from support.checkpoints.text_pair import LiveServer, make_text_pair, tiny_settings
 from support.paths import ROOT
+from support.servers.server_probes import http_client
 
 USER = [{"role": "user", "content": "Say something."}]
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
@@ -118,3 +123,19 @@ def test_strict_refuses_a_keyword_that_cannot_be_enforced(http: httpx.Client) ->
     refused = http.post("/v1/chat/completions", json=chat)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == f"response_format.json_schema.{PATH}"
+
+
+def test_a_decoder_that_llguidance_does_not_know_costs_only_structured_outputs(tmp_path: Path) -> None:
+    target, drafter = make_text_pair(tmp_path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(target / "tokenizer.json"))
+    tokenizer.decoder = tokenizers.decoders.WordPiece()
+    tokenizer.save(str(target / "tokenizer.json"))
+    config = EngineConfig.from_dict(tiny_settings((target, drafter), num_pages=64))
+    with LiveServer(config) as server, http_client(server.url) as http:
+        body = {"model": str(target), "messages": USER, "max_tokens": 4}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+        refused = http.post("/v1/chat/completions", json={**body, "response_format": schema_format(SCHEMA)})
+        error = refused.json()["error"]
+        assert refused.status_code == 400 and error["param"].startswith("response_format")
+        assert "llguidance does not support" in error["message"]
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
