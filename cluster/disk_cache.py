@@ -1,9 +1,9 @@
 """An on-disk cache of measurements: one small JSON file per kind of measurement and subject.
 
-A missing file only means measuring again. So does one that cannot be read, is too old or is about another
-subject, which is logged; a failure to write is logged once. The values are opaque here. Files are in
-$MANTA_CACHE_DIR, else in `manta` in the user's cache folder. Called by `actors/engine/speculation_cache.py`
-and by code that times alternatives at start.
+A missing file only means measuring again. So does one that is too old or is about another subject, which is
+logged; a failure to write is logged once. A file that cannot be used (damaged, another user's, no file) is
+deleted. Files are in $MANTA_CACHE_DIR, else in `manta` in the user's cache folder. Called by
+`actors/engine/speculation_cache.py` and by code that times alternatives at start.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import json
 import logging
 import math
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .json_text import parse_json
 
@@ -26,6 +28,9 @@ logger = logging.getLogger(__name__)
 _MAX_AGE_S = 14 * 86400.0  # machines change without notice: clocks, neighbors, kernels
 FOREVER_S = math.inf
 _MAX_BYTES = 4 * 2**20
+_UNUSABLE = (OSError, ValueError, TypeError, KeyError, ArithmeticError)
+
+T = TypeVar("T")
 
 
 def cache_folder() -> Path:
@@ -33,6 +38,21 @@ def cache_folder() -> Path:
     if given := os.environ.get("MANTA_CACHE_DIR"):
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manta"
+
+
+def read_own_file(path: Path, max_bytes: int = -1) -> bytes:
+    """Return the content of a file of the cache, which other users may have prepared.
+
+    Raises OSError, also unless it is a plain file of this user or root that not every user may write.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would block
+    with os.fdopen(file, "rb") as stream:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise PermissionError("no plain file")
+        if found.st_uid not in (os.geteuid(), 0) or found.st_mode & stat.S_IWOTH:
+            raise PermissionError("other users may write it")
+        return stream.read(max_bytes)
 
 
 class DiskCache:
@@ -55,31 +75,36 @@ class DiskCache:
         self.path = cache_folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
         self._logs_failure = True
 
-    def read(self) -> Any:  # Any: JSON
-        """Return the value; None if there is no valid one."""
+    def read(self, use: Callable[[Any], T]) -> T | None:  # Any: JSON
+        """Return `use` of the value; None if there is no valid one.
+
+        `use` checks the value: where it raises ValueError, TypeError, KeyError or ArithmeticError, the file
+        is deleted.
+        """
         try:
-            with self.path.open("rb") as file:
-                text = file.read(_MAX_BYTES)
-            content = parse_json(text)
+            content = parse_json(read_own_file(self.path, _MAX_BYTES))
             value, age_s = content["value"], time.time() - float(content["written_s"])
             same = content["subject"] == self._subject
+            if same and 0.0 <= age_s <= self._max_age_s:
+                return use(value)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            logger.warning("cannot read %s, measuring again: %s", self.path, type(error).__name__)
+        except _UNUSABLE as error:
+            reason = str(error)[:200] or type(error).__name__
+            logger.warning("cannot use %s, measuring again: %s", self.path, reason)
+            with suppress(OSError):
+                self.path.unlink()
             return None
-        if not same or not 0.0 <= age_s <= self._max_age_s:
-            reason = "is too old" if same else "is about another subject"
-            logger.info("%s %s: measuring again", self.path, reason)
-            return None
-        return value
+        reason = "is too old" if same else "is about another subject"
+        logger.info("%s %s: measuring again", self.path, reason)
+        return None
 
     def write(self, value: Any) -> None:  # Any: JSON
         """Replace the value atomically: other processes see the old file or the new one."""
         self._write(value, lambda new: new.replace(self.path))
 
-    def write_once(self, value: Any) -> Any:  # Any: JSON
-        """Write the value unless there is a valid one, and return the one that is there then.
+    def write_once(self, value: T, use: Callable[[Any], T]) -> T:  # Any: JSON
+        """Write the value unless there is a valid one (`use`: as in `read`), and return the one there then.
 
         So all of several processes that measure at the same time use the first one's value.
         """
@@ -90,7 +115,7 @@ class DiskCache:
             try:
                 os.link(new, self.path)
             except FileExistsError:
-                if (first := self.read()) is not None:
+                if (first := self.read(use)) is not None:
                     kept = first
                 else:
                     new.replace(self.path)

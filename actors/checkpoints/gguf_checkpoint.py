@@ -5,8 +5,8 @@
                                      additional_chat_templates/
 
 Weights stay where they are: config.json names the files. A folder is in Manta's cache; it is written once per
-file and version of the code that writes it, by whichever process is the first. Called by
-`checkpoint_paths.py`.
+file and version of the code that writes it, by whichever process is the first, and again if a file in it has
+changed. Called by `checkpoint_paths.py`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,24 @@ import json
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from ...cluster.disk_cache import cache_folder
+from ...cluster.disk_cache import cache_folder, read_own_file
 from ...cluster.errors import CheckpointError, brief
+from ...cluster.json_text import parse_json
 from ...drafter.compute.checkpoint.gguf import architectures
 from ...drafter.compute.checkpoint.gguf.gguf_file import GgufFile
 from ...drafter.compute.checkpoint.gguf.split_files import model_name, parts_of
 from . import gguf_pre_tokenizers, gguf_tokenizer
 from .file_names import DEFAULT
 from .gguf_tokenizer import GgufTokenizer
+
+DIGESTS = ".sha256.json"  # in each folder: the digest of every other file
 
 
 def gguf_checkpoint(path: Path, field: str) -> Path:
@@ -40,7 +44,8 @@ def gguf_checkpoint(path: Path, field: str) -> Path:
     try:
         paths = parts_of(path.absolute())
         folder = cache_folder() / "gguf" / f"{model_name(path.name)[:100]}-{_identity(paths)}"
-        if not folder.is_dir():
+        if not _is_whole(folder):
+            _discard(folder)
             _write(folder, _content(GgufFile(paths[0])))
     except CheckpointError as error:
         if error.param is not None:
@@ -93,17 +98,43 @@ def _json(value: Mapping[str, Any]) -> bytes:  # Any: JSON values
     return orjson.dumps(value, option=orjson.OPT_INDENT_2)
 
 
+def _is_whole(folder: Path) -> bool:
+    """Return whether the folder holds what was written: a crash, or another user, may have changed it."""
+    try:
+        return _matches_digests(folder, folder.stat().st_mtime_ns)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return False
+
+
+@cache  # a start asks for one folder ten times
+def _matches_digests(folder: Path, changed_ns: int) -> bool:
+    digests = parse_json(read_own_file(folder / DIGESTS))
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+    return found == {DIGESTS, *digests} and all(
+        hashlib.sha256(read_own_file(folder / name)).hexdigest() == digest for name, digest in digests.items()
+    )
+
+
+def _discard(folder: Path) -> None:
+    """Remove a folder that cannot be used, atomically, if it is there and this user may."""
+    old = folder.with_name(f".{uuid.uuid4().hex}")
+    with suppress(OSError):
+        folder.rename(old)
+        shutil.rmtree(old, ignore_errors=True)
+
+
 def _write(folder: Path, content: Mapping[str, bytes]) -> None:
     """Write a folder atomically: it appears as a whole, or another process has written it."""
     new = folder.with_name(f".{uuid.uuid4().hex}")
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
     try:
-        for name, data in content.items():
+        for name, data in {**content, DIGESTS: _json(digests)}.items():
             (new / name).parent.mkdir(parents=True, exist_ok=True)
             (new / name).write_bytes(data)
         new.rename(folder)
     except OSError as error:
         shutil.rmtree(new, ignore_errors=True)
-        if not folder.is_dir():
+        if not _is_whole(folder):
             raise CheckpointError(
                 f"the folder {brief(str(folder.parent))} cannot be written ({error.strerror or error}). Set "
                 "MANTA_CACHE_DIR to a folder that can."

@@ -21,8 +21,6 @@ from statistics import mean
 from ...cluster.config import EngineConfig, at_load
 from ...cluster.disk_cache import DiskCache
 from ...cluster.engine.engine_core import EngineCore
-from ...cluster.speculation.acceptance_model import AcceptanceModel
-from ...cluster.speculation.step_cost_model import StepCostModel
 from ...cluster.step.executor import ExecutorInfo
 from ...drafter.card import card_lengths
 from ...version import __version__
@@ -45,7 +43,7 @@ class SpeculationCache:
         self.due_s = time.monotonic() + _WRITE_INTERVAL_S  # when to write next
         for learned, cache in ((self._costs, self._cost_cache), (self._survival, self._acceptance_cache)):
             if learned is not None:
-                _read(learned, cache)
+                cache.read(learned.read)
         self._trusts_saved = engine.would_draft
         if not self._trusts_saved:
             logger.info("Saved statistics say that drafts do not pay; they are measured again.")
@@ -66,7 +64,7 @@ class SpeculationCache:
         """Read the saved acceptance again, which a warm-up resets."""
         survival = self._survival
         if survival is not None and self._trusts_saved:
-            _read(survival, self._acceptance_cache)
+            self._acceptance_cache.read(survival.read)
         self._set_prior()
 
     def _set_prior(self) -> None:
@@ -83,15 +81,6 @@ class SpeculationCache:
         survival = self._survival
         if survival is not None and survival.has_observations and survival.num_drafters == self._drafter:
             self._acceptance_cache.write(survival.as_json())
-
-
-def _read(learned: StepCostModel | AcceptanceModel, cache: DiskCache) -> None:
-    if (value := cache.read()) is None:
-        return
-    try:
-        learned.read(value)
-    except ValueError as error:
-        logger.warning("%s is measured again: %s", cache.path, error)
 
 
 def _pair(config: EngineConfig, info: ExecutorInfo) -> dict[str, str | int | None]:

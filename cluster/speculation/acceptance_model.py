@@ -41,6 +41,7 @@ _MAX_NEWTON_STEP = 1.5  # logits; without a bound the calibration error is 0.13 
 _MIN_CURVATURE = 0.02  # lower bound of p(1 - p), so that the effect of one unlikely miss is bounded
 _MAX_MARGIN = 50.0  # a draft above it is certain; a token forced by a grammar has an infinite margin
 _ERROR_BINS = 10
+_MAX_SAVED = 1e6  # bound of all saved numbers, which another program may have written
 
 
 class AcceptanceModel:
@@ -236,13 +237,21 @@ class AcceptanceModel:
         shapes = {name: np.shape(value) for name, value in self.as_json().items()}
         try:
             arrays = {name: np.array(saved[name], dtype=np.float64) for name in shapes}
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError("not a saved acceptance model") from error
         if any(arrays[name].shape != shape for name, shape in shapes.items()):
             raise ValueError("saved for another block size")
-        if not all(np.isfinite(array).all() for array in arrays.values()):
-            raise ValueError("not finite")
+        if not all((np.abs(array) <= _MAX_SAVED).all() for array in arrays.values()):
+            raise ValueError(f"not between {-_MAX_SAVED:g} and {_MAX_SAVED:g}")
         theta_P, curvature_PP, reached_K, accepted_K = arrays.values()
+        # The ridge is added before the matrix is inverted; the tolerance is for rounding.
+        if (
+            not np.allclose(curvature_PP, curvature_PP.T)
+            or np.linalg.eigvalsh(curvature_PP)[0] < -0.5 * RIDGE
+        ):
+            raise ValueError("the curvature is no sum of squares")
+        if not ((accepted_K >= 0) & (accepted_K <= (1 + 1e-6) * reached_K)).all():
+            raise ValueError("more drafts were accepted than reached")
         # The next texts may be different: it weighs no more than the blocks of one update.
         share = min(1.0, UPDATE_STEPS / max(float(reached_K[0]), 1.0))
         self._theta_P, self._curvature_PP = theta_P, share * curvature_PP

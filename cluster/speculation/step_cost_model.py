@@ -58,6 +58,7 @@ _OUTLIER = 3.0
 # chunk. Without a limit, costs of one request's steps are extrapolated to all drafts of 64: the first 150
 # tokens of a cell then have 0.8 of plain decoding's speed; with 4, another cell stays at 0.926 of the best.
 MAX_GROWTH = 8
+_MAX_SAVED_S = 3600.0  # upper bound of saved seconds, which another program may have written
 MIN_S = 1e-9  # lower bound of any pass, which keeps logarithms and ratios finite
 
 
@@ -172,10 +173,10 @@ class PassRegression:
     def read(self, saved: Mapping[str, Any]) -> PassRegression:
         """Start from what `as_json` returned. Raises ValueError, TypeError, KeyError or AttributeError."""
         theta_F, first_s = np.array([*saved["seconds"], 0.0], dtype=np.float64), float(saved["first_s"])
-        if theta_F.shape != self._theta_F.shape or not (np.isfinite(theta_F).all() and (theta_F >= 0).all()):
-            raise ValueError("coefficients must be numbers, not below 0")
-        if not (math.isfinite(first_s) and first_s > 0):
-            raise ValueError("seconds must be above 0")
+        if theta_F.shape != self._theta_F.shape or not ((theta_F >= 0) & (theta_F <= _MAX_SAVED_S)).all():
+            raise ValueError(f"coefficients must be numbers from 0 to {_MAX_SAVED_S:g}")
+        if not MIN_S <= first_s <= _MAX_SAVED_S:
+            raise ValueError(f"seconds must be from {MIN_S:g} to {_MAX_SAVED_S:g}")
         self._theta_F, self._first_s = theta_F, first_s
         self._saw_only_prompts = False
         self._doubt(first_s**2 * _prior(_USUAL_CONTEXT, 1.0)[1], _DEVIATION)
@@ -354,7 +355,7 @@ class StepCostModel:
         try:
             rest = PassRegression(has_phase=True).read(saved["rest"])
             draft = PassRegression().read(saved["draft"])
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError("these are no costs of steps") from error
         self._non_draft, self._drafts[False], self.known_at_start = rest, draft, True
         self.most_rows = math.inf

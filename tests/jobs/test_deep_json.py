@@ -45,6 +45,6 @@ def test_a_deeply_nested_cache_is_measured_again_and_a_tokenizer_is_reported_lat
     cache = DiskCache("costs", {"cpu": "any"}, 60.0)
     cache.path.parent.mkdir(parents=True, exist_ok=True)
     cache.path.write_text(DEEP)
-    assert cache.read() is None
+    assert cache.read(list) is None
     (tmp_path / "tokenizer.json").write_text(DEEP)
     assert TokenIds.read(tmp_path) is None

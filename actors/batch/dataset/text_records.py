@@ -12,11 +12,13 @@ import hashlib
 import io
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Literal, Self
 
 import pyarrow as pa
 
+from ....cluster.errors import brief
 from .row_requests import Record
 
 TextFormat = Literal["jsonl", "openai", "csv", "tsv", "text"]
@@ -54,9 +56,9 @@ class TextFile:
         if self._delimiter is not None:
             _, raw = next(_csv_records(self.lines(), self._delimiter), (0, None))
             self.header = raw if isinstance(raw, list) else []
-            if twice := {name for name in self.header if self.header.count(name) > 1}:
+            if twice := [name for name, count in Counter(self.header).items() if count > 1]:
                 self.close()
-                raise BadTextError(0, f"the header names the column {min(twice)!r} twice; rename one")
+                raise BadTextError(0, f"the header names the column {brief(min(twice))} twice; rename one")
 
     def __enter__(self) -> Self:
         return self

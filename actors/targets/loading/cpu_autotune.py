@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -132,9 +132,13 @@ def fastest(
 
 def measured(num_threads: int) -> dict[CpuConfig, Timed]:
     """Return the cached timings; empty if there are none or they are invalid."""
-    value = _disk_cache(num_threads).read()
+    return _disk_cache(num_threads).read(_timings) or {}
+
+
+def _timings(value: Any) -> dict[CpuConfig, Timed]:  # Any: JSON
+    """Return saved timings. Raises ValueError."""
     if not isinstance(value, Mapping) or not all(map(_is_valid, value.values())):
-        return {}
+        raise ValueError("these are no timings")
     return {candidate: Timed(*value[candidate.name]) for candidate in CPU_CONFIGS if candidate.name in value}
 
 

@@ -244,7 +244,7 @@ def test_a_truncated_file_ends_the_index_with_its_line(
         "latin.txt": (b"one\n\ncaf\xe9\n", "latin.txt, line 3: it is not UTF-8"),
         "latin.csv": (b"prompt\nx\ncaf\xe9\n", "latin.csv, line 3: it is not UTF-8"),
         "open.csv": (b'prompt\nx\n"never\nends\n', "open.csv, line 3: a quoted field begins that never ends"),
-        "twice.csv": (b"a,prompt,a\n1,2,3\n", "names the column 'a' twice"),
+        "twice.csv": (b"a,prompt,a\n1,2,3\n", 'names the column "a" twice'),
         "long.txt": (b"x\n" + b"y" * 5000, "long.txt, line 2: a line has more than"),
         "cut.parquet": (whole.read_bytes()[:-100], "cut.parquet is not a readable Parquet file"),
         "none.parquet": (b"", "none.parquet is not a readable Parquet file"),
@@ -255,6 +255,14 @@ def test_a_truncated_file_ends_the_index_with_its_line(
         with pytest.raises(DatasetError, match=re.escape(said)):
             source = open_source([tmp_path / name])
             index_rows(source, layout_of(source), duplicates="refuse")
+
+
+def test_a_header_of_a_million_columns_is_compared_in_one_pass(tmp_path: Path) -> None:
+    names = ",".join(map(str, range(10**6)))
+    (tmp_path / "wide.csv").write_text(f"{names},7\nx\n")
+    source = open_source([tmp_path / "wide.csv"])
+    with pytest.raises(DatasetError, match='names the column "7" twice'):
+        index_rows(source, layout_of(source), duplicates="refuse")
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl", "csv"])

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from manta.actors.checkpoints.checkpoint_paths import (
     revision_of,
     served_name,
 )
+from manta.actors.checkpoints.gguf_checkpoint import DIGESTS, _matches_digests
 from manta.actors.checkpoints.gguf_files import chosen, gguf_files
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.tokenization.tokenizer import Tokenizer
@@ -76,7 +78,7 @@ def test_the_folder_is_written_once_and_names_the_file(model: Path, cache: Path)
     assert folder.is_relative_to(cache)
     names = {path.name for path in folder.iterdir()}
     config = {"config.json", "generation_config.json"}
-    assert names == {*config, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert names == {*config, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", DIGESTS}
     assert gguf_files(folder) == (model,)
     written = (folder / "tokenizer.json").stat()
     assert resolve(model) == folder
@@ -95,6 +97,38 @@ def test_processes_that_resolve_at_the_same_time_share_one_folder(model: Path, c
     started = [subprocess.Popen(run, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     folders = {process.communicate(timeout=600)[0].strip() for process in started}
     assert folders == {str(resolve(model))}
+    assert len(list((cache / "gguf").iterdir())) == 1
+
+
+def emptied(folder: Path) -> None:
+    (folder / "config.json").write_bytes(b"")
+
+
+def piped(folder: Path) -> None:
+    (folder / DIGESTS).unlink()
+    os.mkfifo(folder / DIGESTS)
+
+
+def extended(folder: Path) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+
+
+def opened(folder: Path) -> None:
+    (folder / "tokenizer.json").chmod(0o666)
+
+
+@pytest.mark.parametrize("change", [emptied, piped, extended, opened])
+def test_a_folder_that_was_changed_is_written_again(
+    model: Path, cache: Path, change: Callable[[Path], None]
+) -> None:
+    folder = resolve(model)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    change(folder)
+    _matches_digests.cache_clear()  # as in another process
+    assert resolve(model) == folder
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert (folder / "tokenizer.json").stat().st_mode & 0o002 == 0
     assert len(list((cache / "gguf").iterdir())) == 1
 
 
@@ -212,5 +246,5 @@ def test_a_file_without_a_vocabulary_becomes_a_folder_without_a_tokenizer(tmp_pa
     (target / "tokenizer.json").unlink()
     publish_gguf(target, tmp_path / "published", "qwen3")
     folder = resolve(tmp_path / "published" / "model.gguf")
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "generation_config.json"]
+    assert {path.name for path in folder.iterdir()} == {"config.json", "generation_config.json", DIGESTS}
     assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"

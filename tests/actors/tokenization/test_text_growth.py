@@ -51,7 +51,9 @@ STEPS = st.one_of(
 
 
 @given(st.lists(STEPS, max_size=4), TEXT.filter(len))
-def test_an_accepted_tokenizer_makes_no_text_longer_than_the_bound(steps: list[Normalizer], text: str) -> None:
+def test_an_accepted_tokenizer_makes_no_text_longer_than_the_bound(
+    steps: list[Normalizer], text: str
+) -> None:
     backend = Backend(models.BPE())
     backend.normalizer = normalizers.Sequence(steps)
     longer = len(backend.normalizer.normalize_str(text)) > MAX_GROWTH * (len(text) + 1)

@@ -281,8 +281,19 @@ def test_a_margin_counts_less_at_a_higher_temperature_for_new_requests_too():
     again.read(kept)
     again.admit(slots, heats.tolist())
     assert again.offsets(slots)[:2].tolist() == [cold, hot], "and the next engine"
-    for wrong in ({}, kept | {"theta": "x"}, kept | {"reached": [float("nan")] * 3}):
-        with pytest.raises(ValueError, match=r"not a saved|not finite"):
+    for wrong in (
+        {},
+        [],
+        kept | {"theta": "x"},
+        kept | {"theta": [10**400] * 4},
+        kept | {"theta": [1e300] * 4},
+        kept | {"reached": [float("nan")] * 3},
+        kept | {"reached": [-1.0] * 3},
+        kept | {"accepted": [1e5] * 3},
+        kept | {"curvature": (-4.0 * np.eye(4)).tolist()},
+        kept | {"curvature": np.arange(16.0).reshape(4, 4).tolist()},
+    ):
+        with pytest.raises(ValueError, match=r"not a saved|not between|curvature|accepted than reached"):
             again.read(wrong)
     with pytest.raises(ValueError, match="another block size"):
         AcceptanceModel(4, 16).read(kept)
@@ -321,8 +332,16 @@ def test_costs_increase_with_rows_and_are_saved_between_starts():
     again.read(saved(costs))
     assert again.non_draft_s(load, 39) == pytest.approx(seconds, rel=0.05)
     kept = costs.as_json()
-    for wrong in ({}, {"draft": 3}, kept | {"rest": kept["rest"] | {"seconds": [-1.0]}}):
-        with pytest.raises(ValueError, match=r"cost|below 0"):
+    rest = kept["rest"]
+    times = [[-1.0], [1e300] * len(rest["seconds"]), [10**400] * len(rest["seconds"]), [[1.0]]]
+    for wrong in (
+        {},
+        [],
+        {"draft": 3},
+        *(kept | {"rest": rest | {"seconds": each}} for each in times),
+        *(kept | {"rest": rest | {"first_s": each}} for each in (0.0, 1e300, 10**400, float("nan"))),
+    ):
+        with pytest.raises(ValueError, match=r"cost|from|inhomogeneous"):
             again.read(wrong)
     assert again.non_draft_s(load, 39) == pytest.approx(seconds, rel=0.05)
 

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -92,9 +92,10 @@ class MeasuredChoice:
 
     def _read_or_measure(self, use: Use, own: OwnProjection, other: TorchProjection) -> list[bool]:
         cache = DiskCache("gemm-choice", _subject(use, own.weight), FOREVER_S)
-        found = cache.read()
-        if not _is_valid(found):
-            found = cache.write_once([self._is_ours_sooner(use, own, other, rows) for rows in ROW_TILES])
+        found = cache.read(_choices)
+        if found is None:
+            measured = [self._is_ours_sooner(use, own, other, rows) for rows in ROW_TILES]
+            found = cache.write_once(measured, _choices)
         return found
 
     def _is_ours_sooner(self, use: Use, own: OwnProjection, other: TorchProjection, num_rows: int) -> bool:
@@ -139,8 +140,11 @@ def _code() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))).hexdigest()
 
 
-def _is_valid(found: object) -> bool:
-    return isinstance(found, list) and len(found) == len(ROW_TILES) and all(x in (True, False) for x in found)
+def _choices(found: Any) -> list[bool]:  # Any: JSON
+    """Return saved choices. Raises ValueError."""
+    if isinstance(found, list) and len(found) == len(ROW_TILES) and all(x in (True, False) for x in found):
+        return found
+    raise ValueError("these are no choices")
 
 
 def _call(
