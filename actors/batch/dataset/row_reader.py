@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
-from ....cluster.errors import DatasetError, RequestError
+from ....cluster.errors import RequestError
 from .row_requests import Record, RowSchema, content_id, read_record, row_id
 from .source import Dataset, SourceFile, open_parquet
 from .text_records import BadRecordError, BadTextError, Raw, TextFormat
@@ -112,7 +112,7 @@ class RowReader:
         try:
             rows = self._open_file(span.file, file).read(span)
         except (OSError, ValueError, pa.ArrowException) as error:
-            raise DatasetError(f"input: {file} cannot be read any more: {error}.", param="input") from None
+            raise file.unreadable(error, still=" any more") from None
         except BadTextError:
             raise file.changed() from None
         if len(rows) != span.num_rows:

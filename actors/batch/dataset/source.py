@@ -55,9 +55,15 @@ class SourceFile:
     modified_s: float
     # columns from the names of its folders, `year=2026`, which are the same for all of its rows
     partition: tuple[tuple[str, str | int | None], ...] = ()
+    # what messages name instead of the path, which a client must not see
+    public_name: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.storage.where.rstrip('/')}/{self.name}"
+        return self.public_name or f"{self.storage.where.rstrip('/')}/{self.name}"
+
+    def unreadable(self, error: Exception, *, still: str = "") -> DatasetError:
+        why = type(error).__name__ if self.public_name else error  # libraries' messages have the path, too
+        return DatasetError(f"input: {self} cannot be read{still}: {why}.", param="input")
 
     @property
     def path(self) -> str:
@@ -83,7 +89,7 @@ class SourceFile:
             line = f"line {self.line_number(error.offset)}"
             raise DatasetError(f"input: {self}, {line}: {error.why}.", param="input") from None
         except (OSError, pa.ArrowException) as error:
-            raise DatasetError(f"input: {self} cannot be read: {error}.", param="input") from None
+            raise self.unreadable(error) from None
 
     def chunks(self) -> Iterator[bytes]:
         with self.reading(), self.open() as reader:

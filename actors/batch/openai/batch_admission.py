@@ -121,7 +121,8 @@ class BatchOpener:
         entry = storage.entry(name)
         if entry is None:
             raise NotFoundError(f"The content of the file {file.id} no longer exists.", param="input_file_id")
-        source = Dataset((SourceFile(storage, name, entry.size, entry.modified_s),), "openai")
+        input_file = SourceFile(storage, name, entry.size, entry.modified_s, public_name=file.id)
+        source = Dataset((input_file,), "openai")
         index = index_rows(source, LAYOUT)
         spec = JobSpec(
             made_from=self._made_from,

@@ -15,6 +15,7 @@ import httpx
 import openai
 import pyarrow as pa
 import pytest
+from manta.actors.batch.dataset import text_records
 from manta.actors.batch.openai import batch_store
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.http.config.settings import ServerSettings
@@ -184,6 +185,17 @@ def test_a_wrong_file_fails_its_batch_with_its_lines(client: openai.OpenAI) -> N
         batch = ended(client, submit(client, content))
         assert batch.errors is not None and batch.errors.data is not None
         assert [error.code for error in batch.errors.data] == [code]
+
+
+def test_an_unusable_file_is_named_by_its_id_and_not_by_its_path(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_records, "MAX_LINE_BYTES", 1000)
+    batch = ended(client, submit(client, b" " * 2000 + b"\n" + jsonl([line("a")])))
+    assert batch.errors is not None and batch.errors.data is not None
+    (error,) = batch.errors.data
+    assert (batch.status, error.code) == ("failed", "input_file_unusable")
+    assert error.message == f"input: {batch.input_file_id}, line 1: a line has more than 0 MiB."
 
 
 def test_invalid_batch_requests_are_refused(client: openai.OpenAI) -> None:

@@ -100,6 +100,35 @@ def test_requests_refused_by_a_draining_replica_are_resent_unless_they_store_som
     assert sum(replica.asked for replica in replicas) == requested + 1
 
 
+SETTINGS, HEADERS, DATA, END = 4, 1, 0, 5  # END: of headers and stream
+
+
+def test_http2_is_spoken_without_tls_and_a_stream_is_answered_as_a_request(
+    front: HAProxyFront, replicas: list[Replica]
+) -> None:
+    """With prior knowledge, as `curl --http2-prior-knowledge`; frames as in RFC 9113, headers in RFC 7541."""
+
+    def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
+        return len(body).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + body
+
+    front.serve(replicas)
+    path, authority = b"/v1/models", b"x"
+    get = b"\x82\x86" + bytes([0x44, len(path)]) + path + bytes([0x41, len(authority)]) + authority
+    head = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0)
+    answers: dict[int, list[tuple[int, bytes]]] = {1: [], 3: []}
+    with front.send(head + b"".join(frame(HEADERS, END, each, get) for each in answers)) as connection:
+        received = connection.makefile("rb")
+        while any(not each or each[-1][0] != DATA for each in answers.values()):
+            length, kind = int.from_bytes(received.read(3)), received.read(1)[0]
+            stream = int.from_bytes(received.read(5)[1:])
+            body = received.read(length)
+            if stream:
+                answers[stream].append((kind, body))
+    for (first, fields), *rest in answers.values():
+        assert first == HEADERS and fields[0] == 0x88, "status 200"
+        assert b"".join(body for _, body in rest) in (b"a", b"b")
+
+
 def final_answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
     """The answer on a connection, which must be closed afterwards."""
     response = http.client.HTTPResponse(connection)
