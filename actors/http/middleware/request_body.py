@@ -143,6 +143,8 @@ class BodyLimit:
             nonlocal done
             if done:  # the next message is the disconnect
                 return await receive()
+            if body.dropped:  # while nothing was awaited of it
+                raise _dropped(budget)
             allowed_s = GRACE_S + body.num_bytes / MIN_BYTES_PER_S - (time.monotonic() - body.began_s)
             try:
                 async with asyncio.timeout(min(GRACE_S, allowed_s)) as body.waiting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import select
 import socket
 import tempfile
@@ -14,7 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.http.middleware import request_body
-from manta.actors.http.middleware.request_body import BUDGET_UPLOADS, BodyBudget
+from manta.actors.http.middleware.request_body import BUDGET_UPLOADS, BodyBudget, BodyLimit
+from starlette.exceptions import HTTPException
+from starlette.types import Message
 from support.checkpoints.text_pair import LiveServer
 from support.servers.server_probes import Serve
 from support.waiting import wait_until
@@ -122,3 +125,24 @@ def test_the_key_with_the_most_unfinished_bytes_loses_a_body(pieces: list[tuple[
             if len({each.key for each in dropped}) == 1:
                 assert dropped[0].key == key or held[dropped[0].key or ""] >= held[key]
             assert budget.num_bytes <= budget.max_bytes
+
+
+def test_a_body_that_was_dropped_between_its_parts_is_not_waited_for() -> None:
+    parts = [{"type": "http.request", "body": bytes(400_000), "more_body": True}]
+
+    async def receive() -> Message:
+        return parts.pop()
+
+    async def run() -> None:
+        budget = BodyBudget(500_000)
+        with (
+            BodyLimit(MAXIMUM, "").applied(receive, lambda: None, budget, "a") as limited,
+            budget.body("b") as other,
+        ):
+            await limited()
+            budget.receive(other, 300_000)
+            with pytest.raises(HTTPException, match="exceed") as refused:
+                await limited()
+            assert refused.value.status_code == 503
+
+    asyncio.run(run())
