@@ -57,6 +57,11 @@ class ControlGroup:
         found = [held_s for folder in self._folders if (held_s := _throttled_s(folder)) is not None]
         return sum(found) if found else None
 
+    def limit_bytes(self) -> int | None:
+        """Return the tightest memory limit; None without one."""
+        found = [limit for folder in self._folders if (limit := _memory_limit(folder)) is not None]
+        return min(found, default=None)
+
     def free_bytes(self) -> int | None:
         """Return the bytes that the tightest memory limit leaves; None without one."""
         found = [free for folder in self._folders if (free := _free_bytes(folder)) is not None]
@@ -99,6 +104,11 @@ def _free_bytes(folder: Path) -> int | None:
             cached = facts.get("total_inactive_file", facts.get("inactive_file", 0))
             return int(limit) - int(taken) + cached
     return None
+
+
+def _memory_limit(folder: Path) -> int | None:
+    found = (_first(folder / f"memory.{name}") for name in ("max", "limit_in_bytes"))
+    return next((int(limit) for limit in found if limit not in (None, "max")), None)
 
 
 def _facts(file: Path) -> dict[str, int]:
@@ -154,6 +164,19 @@ def free_ram_bytes() -> int:
     limit = group.free_bytes() if group else None
     free = _available_bytes()
     return free if limit is None else max(0, min(free, limit))
+
+
+def ram_limit() -> tuple[int, str]:
+    """Return the bytes of memory that processes here may use, and what sets that limit."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    group = ControlGroup.of_this_process("memory")
+    limit = group.limit_bytes() if group else None
+    return (total, "the machine's") if limit is None or limit >= total else (limit, "the control group's")
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process occupies."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _available_bytes() -> int:

@@ -36,6 +36,10 @@ OTHER_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # take precedence over
 # Of Ray's dashboard agent, whose 1 s of CPU time competes with the loading of models. It exports Ray's own
 # metrics, and counters lose what they count before it runs: so it starts at once.
 AGENT_NICENESS = 10
+# Ray's memory monitor kills workers one after the other while 95 % of the memory is in use, also by other
+# programs: the model, its controller and its directory, within seconds. Without it the kernel ends one
+# process, the largest of Ray's workers, when there is no memory left.
+MONITOR, MONITOR_OFF = "RAY_memory_monitor_refresh_ms", "0"
 _PORTS = (
     "metrics_agent_port",
     "metrics_export_port",
@@ -53,11 +57,24 @@ def start_ray(worker_command: Sequence[str] = (), **settings: Any) -> None:  # A
     if os.environ.get(AUTH_MODE, "token").lower() == "token" and not any(map(os.environ.get, OTHER_TOKENS)):
         make_token(Path.home() / ".ray" / "auth_token")
     use_token()
-    with on_loopback(), contextlib.ExitStack() as stack:
+    with on_loopback(), _without_memory_monitor(), contextlib.ExitStack() as stack:
         if settings.get("include_dashboard") is False:
             stack.enter_context(_without_head_services())
             stack.enter_context(_lean_raylet(worker_command))
         ray.init(**settings)
+
+
+@contextlib.contextmanager
+def _without_memory_monitor() -> Iterator[None]:
+    """Turn the memory monitor of a Ray that is started within off, unless the user has set its interval."""
+    if MONITOR in os.environ:
+        yield
+        return
+    os.environ[MONITOR] = MONITOR_OFF
+    try:
+        yield
+    finally:
+        del os.environ[MONITOR]
 
 
 @contextlib.contextmanager

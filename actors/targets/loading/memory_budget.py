@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -12,11 +13,14 @@ from ....cluster.errors import ConfigError
 from ....cluster.pages.kv_cache_groups import KVCacheSpec, LayerPlace, plane_width, share_pages
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.compute.memory.recurrent_state_cache import StateMemory
-from ...system.host_resources import free_ram_bytes
+from ...checkpoints.gguf_files import weight_files
+from ...system.host_resources import free_ram_bytes, ram_limit, resident_bytes
 from ..model.assistant import AssistantConfig
 from ..model.tensor_parallel import Sharding
 from .draft_window import ChainConfig
 from .load_plan import LoadPlan
+
+logger = logging.getLogger(__name__)
 
 _CPU_SHARE = 0.25  # of free memory
 _CPU_CAP_BYTES = 4 * 2**30
@@ -119,11 +123,44 @@ def refuse_unaffordable(plan: LoadPlan) -> None:
     Called before weights and tables of positions are made, which a wrong length would let fill the memory.
     """
     is_gpu = plan.device.type == "cuda"
+    if not is_gpu:
+        _warn_of_weights(plan)
     affordable_pages(
         plan,
         page_bytes(plan, drafter=not plan.split),
         torch.cuda.mem_get_info(plan.device)[0] if is_gpu else None,
     )
+
+
+def _warn_of_weights(plan: LoadPlan) -> None:
+    """Warn if the target's weights exceed free memory as they are stored."""
+    if plan.config.quantization is not None:  # they may become smaller
+        return
+    size, free = sum(file.stat().st_size for file in weight_files(plan.target_folder)), free_ram_bytes()
+    if size > free:
+        logger.warning(
+            "memory: the target's weights are %s and %s are free. Give more memory, or a smaller checkpoint "
+            "(--quantization int8 or int4).",
+            *(_gib(size), _gib(free)),
+        )
+
+
+def log_ram(cache_bytes: int) -> None:
+    """Say what a rank in RAM takes and what is free. `cache_bytes`: its pages and states, once written."""
+    free = free_ram_bytes()
+    limit, owner = ram_limit()
+    said = (
+        f"memory: this worker has {_gib(resident_bytes())}, its K/V pages and states take up to "
+        f"{_gib(cache_bytes)} as they are written; {_gib(free)} are free of {owner} {_gib(limit)}"
+    )
+    if cache_bytes <= free:
+        logger.info("%s", said)
+    else:
+        logger.warning("%s, which is too little. Lower max_model_len or kv_cache_memory_bytes.", said)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB"
 
 
 def _states_note(taken_bytes: int) -> str:

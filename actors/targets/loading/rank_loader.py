@@ -45,6 +45,7 @@ from .memory_budget import (
     affordable_pages,
     affordable_states,
     gpu_budget_bytes,
+    log_ram,
     make_state_memory,
     page_bytes,
     refuse_unaffordable,
@@ -107,7 +108,10 @@ def start_runner(
     warm_up(runner, plan, num_pages)
     runner.prepare()
     info = executor_info(plan, num_pages, num_states, has_grammars=rank.grammars is not None)
-    logger.info("%s", _describe(info, plan))
+    cache_bytes = sum(count * size for count, size in zip(num_pages, page_bytes(plan), strict=True))
+    logger.info("%s", _describe(info, plan, cache_bytes))
+    if plan.device.type != "cuda":
+        log_ram(cache_bytes + (num_states or 0) * state_bytes(plan))
     for doubt in plan.doubts:
         logger.warning("%s", doubt)
     spec = plan.config.speculative_config
@@ -124,17 +128,16 @@ def start_runner(
     return runner, info
 
 
-def _describe(info: ExecutorInfo, plan: LoadPlan) -> str:
+def _describe(info: ExecutorInfo, plan: LoadPlan, cache_bytes: int) -> str:
     pages = " + ".join(f"{count:,}" for count in info.num_pages)
     drafts = (
         f"up to {info.num_speculative_tokens} drafts a step" if info.num_speculative_tokens else "no drafts"
     )
-    size = sum(count * size for count, size in zip(info.num_pages, page_bytes(plan), strict=True))
     stored = "" if plan.kv_dtype is plan.dtype else " in e4m3"
     return (
         f"loaded on {info.device} in {info.dtype} ({plan.attention_backend} kernels): sequences of up to "
         f"{info.max_model_len:,} tokens, {pages} K/V pages of {info.page_size} tokens{stored} "
-        f"({size / 2**20:,.1f} MiB), {drafts}"
+        f"({cache_bytes / 2**20:,.1f} MiB), {drafts}"
     )
 
 

@@ -304,6 +304,22 @@ def test_ram_limits_the_pages(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch)
     assert caught.value.param == "max_model_len"
 
 
+def test_a_start_says_what_memory_it_takes_and_warns_where_that_is_too_much(
+    tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory, "free_ram_bytes", lambda: 2**30)
+    with caplog.at_level("INFO"):
+        load_runner(settings(tiny_qwen3, kv_cache_memory_bytes=2**29))
+    (said,) = [each for each in caplog.records if each.getMessage().startswith("memory: ")]
+    assert "K/V pages and states take up to 0.50 GiB" in said.getMessage() and said.levelname == "INFO"
+    assert "1.00 GiB are free of" in said.getMessage()
+    caplog.clear()
+    monkeypatch.setattr(memory, "free_ram_bytes", lambda: 2**10)
+    load_runner(settings(tiny_qwen3, kv_cache_memory_bytes=2**29))
+    weights, pages = [each.getMessage() for each in caplog.records if "memory: " in each.getMessage()]
+    assert "the target's weights are" in weights and "too little. Lower max_model_len" in pages
+
+
 def test_planned_sizes_equal_loaded_sizes(tiny_qwen3: Path, tmp_path: Path) -> None:
     drafter = make_tiny_drafter(tmp_path / "drafter", block_size=8)
     plan = plan_load(settings(tiny_qwen3, drafter))

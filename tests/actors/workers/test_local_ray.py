@@ -37,6 +37,40 @@ else:
 """
 
 
+CROWDED = """
+import time
+from manta.jobs.common.ray_session import join_or_start_ray
+import ray
+
+@ray.remote(num_cpus=0)
+class Worker:
+    def __init__(self):
+        self.memory = bytearray(200 << 20)
+
+    def is_alive(self):
+        return True
+
+join_or_start_ray(num_cpus=1, log_to_driver=False)
+worker = Worker.remote()
+assert ray.get(worker.is_alive.remote())
+time.sleep(3.0)  # Ray looks four times a second
+assert ray.get(worker.is_alive.remote())
+"""
+
+
+def test_a_full_memory_is_no_reason_to_kill_workers() -> None:
+    """By Ray's own setting, one percent counts as full here."""
+    environment = {**os.environ, "RAY_memory_usage_threshold": "0.01", "RAY_AUTH_MODE": "disabled"}
+    environment.pop("RAY_ADDRESS", None)
+    with tempfile.TemporaryDirectory(prefix="mr-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        subprocess.run(
+            [sys.executable, "-c", CROWDED],
+            env={**environment, "RAY_TMPDIR": folder},
+            timeout=600,
+            check=True,
+        )
+
+
 def test_the_ray_token_is_private_and_valid(tmp_path: Path) -> None:
     token = tmp_path / ".ray/auth_token"
     names = ("RAY_AUTH_MODE", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")

@@ -77,8 +77,11 @@ def test_available_memory_follows_the_cgroup_without_its_caches(groups: Path) ->
     sizes = {"max": f"{GIB}\n", "current": f"{GIB - 2**20}\n", "stat": f"anon 1\ninactive_file {2**22}\n"}
     write(groups, "0::/job\n", {f"job/memory.{name}": text for name, text in sizes.items()})
     assert machine.free_ram_bytes() == 2**20 + 2**22
+    assert machine.ram_limit() == (GIB, "the control group's")
     write(groups, "0::/job\n", {"job/memory.max": "max\n"})
     assert machine.free_ram_bytes() > 2**20
+    total, owner = machine.ram_limit()
+    assert total > machine.resident_bytes() > 2**20 and owner == "the machine's"
 
 
 @pytest.fixture
