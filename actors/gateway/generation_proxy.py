@@ -9,6 +9,10 @@ After a death the request is a suspect: its next attempt waits for a turn, and i
 dies, too. No part of a response is sent twice. A request with tokens that replicas do not report (such as
 several completions) moves to another replica as long as nothing was sent; after that it ends with an error
 event.
+
+A client whose connection broke, because this or another gateway has died, sends its request again with the id
+of the last event that had one. The answer is then computed again up to there, unseen, and continues as after
+a replica's death.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
-from ...cluster.errors import EngineDeadError, MantaError, OverloadedError
+from ...cluster.errors import EngineDeadError, MantaError, OverloadedError, RequestError
 from ...cluster.request.request import MAX_SEED
 from ..http.generation.resume_origin import ORIGIN_HEADER, TOKENS_HEADER, ResumeOrigin
 from ..http.middleware.api_keys import KeyLimits, caller_of
@@ -46,7 +50,7 @@ from .gateway_metrics import GatewayMetrics
 from .isolation import Isolation, SuspectRequest
 from .replica_set import Fleet, Member
 from .routing_hints import RoutingHints
-from .stream_resume import ResumableStream
+from .stream_resume import POINT_HEADER, RESUMABLE_HEADER, ResumableStream, ResumePoint, with_id
 from .upstream_client import Upstream, path_of, request_headers, response_headers
 
 logger = logging.getLogger(__name__)
@@ -92,9 +96,11 @@ class GenerationResponse(Response):
         self._hints = hints
         self._ending = ending
         self._model = parts.fleet.find(hints.model)
-        self._origin = ResumeOrigin(
-            id=secrets.token_hex(16), created_s=int(time.time()), seed=secrets.randbelow(MAX_SEED)
-        )
+        given = http.headers.get(POINT_HEADER)
+        # What the client has of an earlier connection; None once the answer is computed again up to there.
+        self._point = None if given is None else ResumePoint.parse(given)
+        self._gives_ids = given is not None or http.headers.get(RESUMABLE_HEADER, "").lower() == "true"
+        self._origin = _new_origin() if self._point is None else self._point.origin
         self._stream = ResumableStream()
         self._refused: set[str] = set()  # names of the replicas that refused
         self._refusal: Response | None = None  # the last refusal
@@ -120,7 +126,11 @@ class GenerationResponse(Response):
         with self._parts.key_limits.acquire(
             caller_of(self._http.scope).owner, self._hints.num_completions, num_replicas
         ):
-            await self._try_replicas()
+            if self._point is not None and self._point.ended:
+                await self._begin(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
+                await self._finish(DONE)
+            else:
+                await self._try_replicas()
 
     async def _try_replicas(self) -> None:
         while True:
@@ -217,13 +227,19 @@ class GenerationResponse(Response):
             self._suspect.complete()
             return True
         if TOKENS_HEADER not in response.headers:
+            if self._point is not None:
+                raise RequestError(
+                    "Last-Event-ID: this request's stream has no ids, so it cannot be resumed. Leave the "
+                    "header out.",
+                    param="Last-Event-ID",
+                )
             return await self._relay_raw(member, response)
         return await self._relay_resumable(member, response)
 
     async def _relay_raw(self, member: Member, response: aiohttp.ClientResponse) -> bool:
         end = b""
         async for data in response.content.iter_any():
-            await self._begin(response)
+            await self._begin_like(response)
             self._raw = True
             await self._write(data)
             end = (end + data)[-TAIL_BYTES:]
@@ -237,17 +253,26 @@ class GenerationResponse(Response):
 
     async def _relay_resumable(self, member: Member, response: aiohttp.ClientResponse) -> bool:
         stream = self._stream
-        before = stream.num_tokens
+        before, keep_alive_s = stream.num_tokens, time.monotonic()
         async for data in response.content.iter_any():
             if piece := stream.feed(data):
                 self._suspect.report_tokens(stream.num_tokens - before)
-                await self._begin(response)
-                await self._write(piece)
+                await self._begin_like(response)
+            if self._point is not None:  # the client has the piece
+                if stream.num_tokens >= self._point.num_tokens or stream.ended:
+                    stream.rewind(self._point)
+                    self._point = None
+                    return False  # a replica that gets these tokens continues at the client's character
+                if piece and time.monotonic() - keep_alive_s > KEEP_ALIVE_S:
+                    keep_alive_s = time.monotonic()
+                    await self._write(KEEP_ALIVE)
+            elif piece:
+                await self._write(with_id(piece, stream.point(self._origin)) if self._gives_ids else piece)
             if stream.error is not None:
                 return await self._end_or_refuse(member, stream.error)
             if stream.ended:
                 self._suspect.complete()
-                await self._begin(response)
+                await self._begin_like(response)
                 await self._finish(DONE)
                 await response.read()  # so that the connection can be reused
                 return True
@@ -282,13 +307,14 @@ class GenerationResponse(Response):
             logged_elsewhere(self._http.scope)
             await response(self._http.scope, self._http.receive, self._send)
 
-    async def _begin(self, response: aiohttp.ClientResponse) -> None:
-        if self._has_started:
-            return
+    async def _begin_like(self, response: aiohttp.ClientResponse) -> None:
+        if not self._has_started:
+            await self._begin(response.status, response_headers(response.headers))
+
+    async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         assert self._send is not None
         self._has_started = True
-        headers = response_headers(response.headers)
-        await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _write(self, data: bytes, *, more: bool = True) -> None:
         """Blocks while the client reads slowly, which pauses the replica (back-pressure)."""
@@ -297,6 +323,12 @@ class GenerationResponse(Response):
 
     async def _finish(self, data: bytes) -> None:
         await self._write(data, more=False)
+
+
+def _new_origin() -> ResumeOrigin:
+    return ResumeOrigin(
+        id=secrets.token_hex(16), created_s=int(time.time()), seed=secrets.randbelow(MAX_SEED)
+    )
 
 
 async def died_with_requests(member: Member, error: BaseException) -> bool:

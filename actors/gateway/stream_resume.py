@@ -1,20 +1,67 @@
 """A stream with reported tokens: what the client may have, and what another replica needs to continue.
 
-Handles bytes, not connections. `http/generation/resume_origin.py` defines the format.
+Handles bytes, not connections. `http/generation/resume_origin.py` defines the format between gateway and
+replica. A client that asks for it also gets positions as ids of events, with which it can reconnect to any
+gateway (`ResumePoint`).
 """
 
 from __future__ import annotations
 
+import re
 from array import array
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import orjson
 
+from ...cluster.errors import RequestError, brief
+from ...cluster.request.request import MAX_SEED
 from ..engine.outputs import ResumeState
-from ..http.generation.resume_origin import END, TOKENS_MARK
+from ..http.generation.resume_origin import END, TOKENS_MARK, ResumeOrigin
 from ..http.wire.sse import KEEP_ALIVE
 
+RESUMABLE_HEADER = "x-resumable"  # of a client that wants ids: "true"
+POINT_HEADER = "last-event-id"
 _ERROR = b'data: {"error":'
+_POINT = re.compile(r"([0-9a-f]{32})\.(\d{1,12})\.(\d{1,19})\.(\d{1,9})\.(\d{1,9})\.([0-9a-f]{16})(\.end)?")
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """A position in a stream, sent as the id of its last event before it.
+
+    It holds what the answer depends on besides the request, so that a process that knows nothing of the
+    stream can compute it again up to here, and `digest` of the tokens, so that it notices others.
+    """
+
+    id: str
+    created_s: int
+    seed: int
+    num_tokens: int
+    num_chars: int
+    digest: str
+    ended: bool = False  # only [DONE] follows
+
+    @property
+    def origin(self) -> ResumeOrigin:
+        return ResumeOrigin(id=self.id, created_s=self.created_s, seed=self.seed)
+
+    def __str__(self) -> str:
+        numbers = f"{self.created_s}.{self.seed}.{self.num_tokens}.{self.num_chars}"
+        return f"{self.id}.{numbers}.{self.digest}{'.end' if self.ended else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> ResumePoint:
+        """Raises RequestError."""
+        if (found := _POINT.fullmatch(text)) is None or int(found[3]) > MAX_SEED:
+            raise RequestError(
+                f"Last-Event-ID: {brief(text)} is no id of an event of this server. Send the id of the last "
+                "event that had one, or leave the header out.",
+                param="Last-Event-ID",
+            )
+        created_s, seed, num_tokens, num_chars = map(int, found.group(2, 3, 4, 5))
+        return cls(found[1], created_s, seed, num_tokens, num_chars, found[6], found[7] is not None)
 
 
 class ResumableStream:
@@ -29,6 +76,7 @@ class ResumableStream:
         # the error with which a replica ended it, in OpenAI's format (Any: JSON)
         self.error: dict[str, Any] | None = None
         self._token_ids = array("i")
+        self._digest = blake2b(digest_size=8)
         self._num_chars = 0
         self._buffered = b""
 
@@ -39,6 +87,25 @@ class ResumableStream:
     @property
     def resume_state(self) -> ResumeState:
         return ResumeState(tuple(self._token_ids), self._num_chars)
+
+    def point(self, origin: ResumeOrigin) -> ResumePoint:
+        """Return the position after all that `feed` has returned."""
+        shared = origin.id, origin.created_s, origin.seed, self.num_tokens, self._num_chars
+        return ResumePoint(*shared, self._digest.hexdigest(), self.ended)
+
+    def rewind(self, point: ResumePoint) -> None:
+        """Go back to a position of the same answer. Raises RequestError if the tokens are others."""
+        token_ids = self._token_ids[: point.num_tokens]
+        digest = blake2b(token_ids.tobytes(), digest_size=8)
+        is_shorter = len(token_ids) < point.num_tokens or self._num_chars < point.num_chars
+        if is_shorter or digest.hexdigest() != point.digest:
+            raise RequestError(
+                "Last-Event-ID: computed again, the answer is another one up to this event. Send the same "
+                "body as before, or leave the header out for a new answer.",
+                param="Last-Event-ID",
+            )
+        self._token_ids, self._digest, self._num_chars = token_ids, digest, point.num_chars
+        self.ended = False
 
     def next_replica(self) -> None:
         """Discard incomplete events and the last replica's error."""
@@ -67,7 +134,18 @@ class ResumableStream:
         self.ended = comment.endswith(END)
         num_chars, _, ids = comment.removesuffix(END).partition(b" ")
         self._num_chars = int(num_chars)
-        self._token_ids.extend(map(int, filter(None, ids.split(b","))))
+        new = array("i", map(int, filter(None, ids.split(b","))))
+        self._token_ids.extend(new)
+        self._digest.update(new.tobytes())
+
+
+def with_id(events: bytes, point: ResumePoint) -> bytes:
+    """Give the last event of some an id; none if they end with a comment."""
+    begin = events.rfind(b"\n\n", 0, -2)
+    begin = 0 if begin < 0 else begin + 2
+    if events.startswith(b":", begin):
+        return events
+    return events[:begin] + f"id: {point}\n".encode() + events[begin:]
 
 
 def _comment(buffered: bytes, begin: int) -> int:

@@ -26,7 +26,7 @@ from manta.actors.gateway.app import create_gateway
 from manta.actors.gateway.replica_registry import Directory, ReplicaRecord
 from manta.actors.gateway.replica_set import Fleet, Member, ServedModel
 from manta.actors.gateway.routing_hints import read_hints
-from manta.actors.gateway.stream_resume import ResumableStream
+from manta.actors.gateway.stream_resume import ResumableStream, ResumePoint
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.generation.resume_origin import ResumeOrigin, token_comment
 from manta.actors.http.middleware import request_body as bodies
@@ -36,6 +36,7 @@ from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import EngineDeadError, NoReplicaError, OverloadedError
 from manta.cluster.request.caller import Caller
+from manta.cluster.request.request import MAX_SEED
 from manta.cluster.step.scheduler_output import SchedulerOutput
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -344,6 +345,103 @@ def test_a_stream_is_the_same_after_any_number_of_engine_deaths(config: EngineCo
     assert len({(event["id"], event["created"]) for event in events(disturbed)}) == 1
     assert content(disturbed) == content(undisturbed)
     assert events(disturbed)[0]["choices"][0].get("delta", {"role": "assistant"})["role"] == "assistant"
+
+
+RESUMABLE = {"X-Resumable": "true"}
+
+
+def events_with_ids(text: str) -> tuple[list[str], str, list[str]]:
+    """Return the events up to the last one with an id, that id, and the events after it."""
+    whole, found, last_id = text.split("\n\n")[:-1], list[str](), ""
+    kept = 0
+    for number, event in enumerate(whole, 1):
+        if event.startswith("id: "):
+            last_id, _, event = event.removeprefix("id: ").partition("\n")
+            kept = number
+        found.append(event)
+    return found[:kept], last_id, found[kept:]
+
+
+def joined_deltas(found: list[str]) -> list[Any]:
+    """Return what a stream's events say together: texts are joined, however blocks cut them."""
+    chunks = [json.loads(event.removeprefix("data: ")) for event in found if event.startswith("data: {")]
+    texts = [[c.get("text", c.get("delta", {}).get("content")) for c in each["choices"]] for each in chunks]
+    ids = [token for each in chunks for choice in each["choices"] for token in choice.get("token_ids", ())]
+    reasons = [c["finish_reason"] for each in chunks for c in each["choices"] if c["finish_reason"]]
+    usage = [each["usage"]["completion_tokens"] for each in chunks if each.get("usage")]
+    heads = {(each["id"], each["created"]) for each in chunks}
+    return ["".join(text or "" for each in texts for text in each), ids, reasons, usage, len(heads)]
+
+
+@pytest.mark.parametrize("name", [*BODIES, "unseeded"])
+def test_a_stream_continues_at_any_gateway_from_the_last_id_of_an_event(
+    config: EngineConfig, name: str
+) -> None:
+    """The second gateway has never heard of the stream, and other replicas."""
+    bodies = BODIES | {"unseeded": {"messages": [{"role": "user", "content": "x"}], "temperature": 1.0}}
+    body = {"model": "tiny", "max_tokens": 60, "stream": True, "ignore_eos": True, "return_token_ids": True}
+    body |= {"stream_options": {"include_usage": True}, **bodies[name]}
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    with GatewayStand([(config, served("tiny"))]) as one, GatewayStand([(config, served("tiny"))]) as other:
+        plain = httpx.post(one.url + path, json=body, timeout=600).text
+        assert "\nid: " not in plain and not plain.startswith("id: ")
+        whole = httpx.post(one.url + path, json=body, headers=RESUMABLE, timeout=600).text
+        blocks = whole.split("\n\n")[:-1]
+        assert sum(block.startswith("id: ") for block in blocks) >= 4
+        expected = joined_deltas(events_with_ids(whole)[0] + events_with_ids(whole)[2])
+        for cut in range(1, len(blocks) + 1, 3):
+            had, last_id, _ = events_with_ids("".join(f"{block}\n\n" for block in blocks[:cut]))
+            if not last_id:
+                continue
+            headers = {"Last-Event-ID": last_id}
+            rest = httpx.post(other.url + path, json=body, headers=headers, timeout=600)
+            assert rest.status_code == 200 and rest.text.endswith("data: [DONE]\n\n")
+            more, _, end = events_with_ids(rest.text)
+            assert joined_deltas([*had, *more, *end]) == expected
+
+
+def test_a_stream_that_cannot_be_continued_says_so(http: httpx.Client) -> None:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 40, "stream": True, "ignore_eos": True}
+    whole = http.post("/v1/completions", json=body, headers=RESUMABLE).text
+    blocks = whole.split("\n\n")
+    _, last_id, _ = events_with_ids("\n\n".join(blocks[: len(blocks) // 2]) + "\n\n")
+    assert last_id
+    for changes, sent in (
+        ({"prompt": "another"}, last_id),
+        ({"max_tokens": 2}, last_id),
+        ({}, last_id[:-1] + ("0" if last_id[-1] != "0" else "1")),
+    ):
+        answer = http.post("/v1/completions", json=body | changes, headers={"Last-Event-ID": sent})
+        error = _errors(answer)
+        assert error["code"] == 400 and "the answer is another one" in error["message"]
+    for headers in ({"Last-Event-ID": "7"}, {"Last-Event-ID": last_id.replace(".", "-")}):
+        refused = http.post("/v1/completions", json=body, headers=headers)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "Last-Event-ID"
+    several = http.post("/v1/completions", json=body | {"n": 2}, headers={"Last-Event-ID": last_id})
+    assert several.status_code == 400 and "cannot be resumed" in several.json()["error"]["message"]
+
+
+def test_clients_of_the_sdk_read_streams_with_ids(stand: GatewayStand) -> None:
+    with openai.OpenAI(base_url=f"{stand.url}/v1", api_key="key", default_headers=RESUMABLE) as client:
+        chunks = client.completions.create(model="tiny", prompt="x", max_tokens=20, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in chunks)
+
+
+POINTS = st.builds(
+    ResumePoint,
+    st.binary(min_size=16, max_size=16).map(bytes.hex),
+    st.integers(0, 10**12 - 1),
+    st.integers(0, MAX_SEED),
+    st.integers(0, 10**9 - 1),
+    st.integers(0, 10**9 - 1),
+    st.binary(min_size=8, max_size=8).map(bytes.hex),
+    st.booleans(),
+)
+
+
+@given(POINTS)
+def test_a_position_is_read_as_it_was_written(point: ResumePoint) -> None:
+    assert ResumePoint.parse(str(point)) == point
 
 
 def test_reasoning_and_calls_continue_where_they_were_cut(tmp_path: Path) -> None:
