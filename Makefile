@@ -10,6 +10,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
 KERNEL_TESTS := tests/drafter/gpu_triton/test_kernels_*.py tests/drafter/compute/test_delta_net.py
+# Doctor's cases are of served sizes, which take the sanitizer minutes each.
+SANITIZED_TESTS := $(filter-out %_cases.py %_compile.py %_variants.py, $(wildcard $(KERNEL_TESTS))) \
+  $(addprefix tests/drafter/, gpu_triton/test_sanitizer.py step/test_kernels_trees.py compute/test_draft_trees.py)
 GPU_TESTS := $(KERNEL_TESTS) tests/drafter/gpu_triton/test_launches.py tests/drafter/compute/test_layer_kinds.py \
   $(addprefix tests/actors/targets/, test_device_runner.py test_batch_invariant.py test_fp8_kv.py)
 # Files with a short form, and those of a GPU's steps, which `make test` runs without warm-up.
@@ -117,6 +120,10 @@ chaos-serve: install  ## kill each process of a server under 32 streams; writes 
 
 kernels: install  ## test the GPU kernels in Triton's interpreter, and compile all their shapes
 	MANTA_GRID=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
+
+.PHONY: sanitize
+sanitize: install  ## look for races and accesses out of bounds in the GPU kernels, in Triton's interpreter
+	MANTA_GRID=whole MANTA_SANITIZE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SANITIZED_TESTS) -q
 
 versions: install  ## the same with the oldest supported Triton
 	@test -d $(VENV)/triton-$(OLDEST_TRITON) || $(BIN)/python -m pip install --progress-bar off $(PIP_ARGS) \

@@ -29,6 +29,7 @@ import pytest
 import torch
 from hypothesis import settings
 from support.engines import devices
+from support.kernels.sanitized_tests import sanitized
 from support.paths import MODELS
 from support.short_form import WHOLE, chosen_tests
 
@@ -115,6 +116,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if os.environ.get("PYTEST_XDIST_WORKER"):
         # Idle threads spin on the cores of other processes, so tests restore the number of threads.
         torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with sanitized(item):
+        return (yield)
 
 
 def _check_invariance_once() -> None:

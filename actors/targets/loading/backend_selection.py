@@ -35,8 +35,12 @@ def choose_backend(
         best = "triton" if machine.device.type == "cuda" else "compiled"
         reason = why_not(best, models, machine)
         chosen = "torch" if reason else best
-        if chosen == "triton" and not config.batch_invariant and not why_not("flash_attn", models, machine):
-            chosen = "flash_attn"  # prompts by the package, other rows as before
+        if chosen == "triton" and not config.batch_invariant:
+            obstacle = why_not("flash_attn", models, machine)
+            if obstacle is None:
+                chosen = "flash_attn"  # prompts by the package, other rows as before
+            else:
+                logger.info("Triton's kernels attend prompts as well: flash_attn %s.", obstacle)
         if reason is not None and machine.device.type == "cuda":
             logger.warning(
                 "triton %s. PyTorch's operators compute instead, without graphs, which is many times slower.",

@@ -230,11 +230,12 @@ class StepGraphs:
         self._pool: Any = None  # shared memory of the graphs; Any: PyTorch's type is private
 
     def rebuild(self, models: DeviceModels) -> None:
-        """Drop everything that was made with other models."""
+        """Drop everything that was made with other models, and give back its memory for what comes next."""
         self._models = models
         self._passes.clear()
         self._graphs.clear()
         self._pool = None
+        torch.cuda.empty_cache()
 
     def parts(self, kind: PassKind) -> tuple[str, ...]:
         """Return the timed parts of a step with this target pass, see `TargetPass.parts`."""

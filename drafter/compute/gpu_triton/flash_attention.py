@@ -15,8 +15,10 @@ Legend: N rows, B requests, Q query heads, K kv heads, D head dim, F that of val
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -25,6 +27,8 @@ from torch.nn import functional as F
 from ..backend import DeviceCapabilities, ModelStackSpec
 from . import backend
 from .attention.attention_tiles import AttentionKind, PagedRows, WorkList
+
+logger = logging.getLogger(__name__)
 
 _PAGE_MULTIPLE = 256  # of FlashAttention 2
 _CUTE, _INTERFACE = "flash_attn.cute", "flash_attn_interface"
@@ -220,17 +224,28 @@ def _load(device: torch.device) -> type[_Package2] | type[_Package3] | type[_Pac
     for name, package, capability in ((_CUTE, _Package4, _BLACKWELL), (_INTERFACE, _Package3, _HOPPER)):
         if _has(name) and _capability(device) == capability:
             return package
-    if not hasattr(importlib.import_module("flash_attn"), "flash_attn_varlen_func"):
+    if not hasattr(_imported("flash_attn"), "flash_attn_varlen_func"):
         raise ImportError("FlashAttention 4 alone, for sm_100")
     return _Package2
 
 
 def _has(name: str) -> bool:
     try:
-        importlib.import_module(name)
+        _imported(name)
     except ImportError:
         return False
     return True
+
+
+def _imported(name: str) -> ModuleType:
+    """Import a module. Raises ImportError for any failure: packages compile at import, and raise anything."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise
+    except Exception as error:
+        logger.warning("%s is installed, but its import failed: %r. It is not used.", name, error)
+        raise ImportError(f"{name} fails with {error!r}") from error
 
 
 def _capability(device: torch.device) -> int:

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import get_args
 
 import torch
 from torch import Tensor
 
-from ....drafter.compute.checkpoint.quantized_matrix import GROUP, Code, QuantizedMatrix
+from ....drafter.compute.checkpoint.quantized_matrix import GROUP, ON_GPUS, Code, QuantizedMatrix
 from ....drafter.compute.gpu_triton.backend import TritonBackend
 from ....drafter.compute.gpu_triton.linear.projections import OwnProjection, PendingNorm
 from ....drafter.compute.gpu_triton.linear.skinny_gemm import ProductWorkspace
@@ -51,7 +50,7 @@ def product_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
     ]
     cases += [
         Case(f"codes {code}", partial(_codes_error, code=code, rows=(*rows, _MANY_ROWS)), _HALF, _FP32)
-        for code in get_args(Code)
+        for code in sorted(ON_GPUS)
     ]
     yield from checks_of_served("own products", place, cases, quick=quick)
 

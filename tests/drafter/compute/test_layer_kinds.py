@@ -24,7 +24,7 @@ from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.layers.linear import RMSNorm
 from manta.drafter.compute.memory.kv_cache import PagedKVCache
-from support.engines.devices import DEVICE, HALVES, ON_GPU
+from support.engines.devices import DEVICE
 from support.oracles.random_stacks import CPU, EPS, Numbers, placed_rows
 from torch import Tensor
 
@@ -55,9 +55,8 @@ KINDS = {
     "loops bf16": Kind(NumbaBackend, torch.bfloat16),
     "compiled": Kind(lambda: FusedCpuBackend(2), torch.bfloat16, rich=False),
     "triton": Kind(lambda: TritonBackend(DEVICE), torch.float32, device=DEVICE),
+    "triton bf16": Kind(lambda: TritonBackend(DEVICE), torch.bfloat16, device=DEVICE),
 }
-if ON_GPU:  # Triton's interpreter multiplies no bf16
-    KINDS["triton bf16"] = Kind(lambda: TritonBackend(DEVICE), HALVES[0], device=DEVICE)
 
 
 @pytest.fixture(params=KINDS)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -216,6 +217,7 @@ def test_drafts_that_overflow_change_no_row_that_does_not_see_them(
 @pytest.mark.parametrize("window", [None, 20, 128])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("max_keys", [64, 512])
+@pytest.mark.sanitized
 @pytest.mark.one_in(2)
 def test_ragged_rows_equal_dense_attention_with_one_piece_or_several(max_keys, causal, window, sinks):
     lengths = [16, 61, 1] if max_keys == 64 else [300, 0, 77]
@@ -378,6 +380,7 @@ def test_in_invariant_mode_bits_do_not_depend_on_how_a_context_is_split(short_sp
     assert torch.equal(alone, by_split)
 
 
+@pytest.mark.sanitized
 def test_in_invariant_mode_splits_equal_dense_attention(short_splits):
     case = Case(Shape(), [300, 0, 77], [16, 0, 1])
     workspace = case.workspace(batch_invariant=True)
@@ -706,7 +709,10 @@ def test_auto_takes_the_package_for_prompts_where_it_supports_the_model(
     changes: dict[str, object],
     by_version: list[bool],
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Where `auto` could take it and does not, the log says why."""
+    caplog.set_level("INFO")
     monkeypatch.setattr(backend, "why_not_launch", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     config = EngineConfig.from_dict({"model": "none", "device": "cuda", **changes})
@@ -714,6 +720,9 @@ def test_auto_takes_the_package_for_prompts_where_it_supports_the_model(
     machine = replace(machine, kv_dtype=kv_dtype(config))
     wanted = "flash_attn" if by_version[PACKAGES.index(package)] else "triton"
     assert choose_backend(config, [replace(spec, features=frozenset(features))], machine) == wanted
+    is_open = not {"batch_invariant", "attention_backend"} & changes.keys()
+    assert ("attend prompts as well: flash_attn" in caplog.text) == (is_open and wanted == "triton")
+    assert page_size == 256 or wanted == "flash_attn" or "page_size=256" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -760,3 +769,16 @@ def test_a_missing_flash_attn_package_is_named(flash_attn, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     reason = why_not(*asked(256, torch.bfloat16, 128))
     assert reason is not None and "pip install flash-attn" in reason
+
+
+def test_a_package_that_fails_to_import_is_absent_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Packages with a compiler of their own raise whatever it does, when they are imported."""
+    install(monkeypatch, capability=9)
+    (tmp_path / "flash_attn_interface.py").write_text("raise AttributeError('no such operator')")
+    monkeypatch.delitem(sys.modules, "flash_attn_interface")
+    monkeypatch.syspath_prepend(tmp_path)
+    reason = why_not(*asked(64, torch.bfloat16, 128))
+    assert reason is not None and "pip install flash-attn" in reason
+    assert "flash_attn_interface is installed, but its import failed" in caplog.text

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for Hopper (sm_90) and Blackwell (sm_100) without spills, without a GPU.
+"""Every Triton kernel compiles for Hopper (sm_90) and Blackwell (sm_100, sm_103) without a GPU and spills.
 
 The machine code is counted, too: a loop over weights that takes longer to issue than the memory takes to read
 them is bound by its instructions, which no other test shows.
@@ -6,7 +6,7 @@ them is bound by its instructions, which no other test shows.
 `SHAPES` lists, for each module of `compute/gpu_triton` and `step/gpu_triton`, few representative shapes,
 because each costs seconds. What is compiled is recorded from the product's launch functions
 (`support/kernels/`), in one process without Triton's interpreter: this file as a script. The short form has
-one shape of every kernel, for the capabilities in turn. `make kernels` compiles all for both.
+one shape of every kernel, for sm_90 and sm_100 in turn. `make kernels` compiles all for all three.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from support.kernels import layer_launches as layers
 from support.kernels import step_launches as steps
 from support.kernels.layer_launches import E4M3, FP32, MXFP4, Call, attention, experts, latents, product
 
-CAPABILITIES = (90, 100)  # H100 and H200; B200 and B300
+CAPABILITIES = (90, 100)  # H100 and H200; B200
+LIKE_100 = 103  # B300
 SHARED_MEMORY_BYTES = 228 * 1024  # of their multiprocessors; each program takes 1 KiB more
 REGISTERS = 65536
 WHOLE = os.environ.get("MANTA_GRID") == "whole"
@@ -46,7 +47,7 @@ class Shape:
         launch: calls the product's functions that launch it, perhaps beside others, on a device.
         side_by_side: programs that a multiprocessor must have room for.
         copies: asynchronous ones of an iteration of its loop, which has no other loads then.
-        only: the capability that the shape is for; None for both.
+        only: the capability that the shape is for, 100 also for sm_103; None for all.
         most_instructions: of an iteration of its loop, by capability; a warp issues one per cycle.
         spills_beside_loop: whether registers may be spilled, but not in the loop.
     """
@@ -268,6 +269,8 @@ SHAPES: dict[str, list[Shape]] = {
 def chosen(module: str, capability: int, *, whole: bool = WHOLE) -> list[Shape]:
     """Return the shapes of a module that are compiled for a capability."""
     shapes = SHAPES[module] if whole else _one_of_each_kernel(SHAPES[module])
+    if capability == LIKE_100:
+        return [shape for shape in shapes if whole and shape.only != CAPABILITIES[0]]
     parity = CAPABILITIES.index(capability) + list(SHAPES).index(module)
 
     def is_chosen(i: int, shape: Shape) -> bool:
@@ -316,7 +319,7 @@ def compile_all(
 
 @pytest.mark.parametrize(
     ("module", "capability"),
-    [(module, each) for module in SHAPES for each in CAPABILITIES if chosen(module, each)],
+    [(module, each) for module in SHAPES for each in (*CAPABILITIES, LIKE_100) if chosen(module, each)],
 )
 def test_kernels_compile_without_spills_or_slow_conversions(
     module: str, capability: int, compile_all: Callable[[str, int], list[list[dict[str, Any]]]]
@@ -334,14 +337,23 @@ def test_kernels_compile_without_spills_or_slow_conversions(
         assert found["waits_first"] == bool(found["constants"].get("PDL")), (shape, found)
         prefetches = shape.kernel == "_multiply" and found["constants"]["CODE"] is None
         assert found["prefetches_first"] == prefetches, (shape, found)
+        assert found["ordered"], (shape, found)
         assert found["slow_conversions"] == 0, (shape, found)
         assert not (found["constants"].get("PACK") and found["flushes"]), "codes are subnormal floats"
         if shape.most_instructions is not None:
-            most = shape.most_instructions[CAPABILITIES.index(capability)]
+            most = shape.most_instructions[capability >= CAPABILITIES[1]]
             assert 0 < found["instructions"] <= most, (shape, found)
             assert found["copies"] > 0, (shape, found)
         if shape.copies is not None:
             assert (found["copies"], found["loads"]) == (shape.copies, 0), (shape, found)
+
+
+def test_a_missing_barrier_beside_an_atomic_is_found() -> None:
+    store, barrier, load = "st.global.v4.b32 [%rd1], {};", "bar.sync 0;", "ld.global.b32 %r1, [%rd2];"
+    release, acquire = "atom.global.sys.release.add.u32 %r2;", "atom.global.gpu.acq_rel.add.u32 %r3;"
+    assert _is_ordered("\n".join((store, barrier, release, barrier, acquire, barrier, load)))
+    assert not _is_ordered("\n".join((barrier, store, release, barrier, load)))
+    assert not _is_ordered("\n".join((store, barrier, acquire, load, barrier)))
 
 
 def recorded(module: str, shape: Shape, capability: int) -> list[Any]:
@@ -373,6 +385,7 @@ def _compile(launch: Any, capability: int) -> dict[str, Any]:
         "waits_first": _waits_first(ptx),
         "prefetches_first": -1 < ptx.find("prefetch.global.L2") < ptx.find("griddepcontrol.wait"),
         "instructions": len(loop),
+        "ordered": _is_ordered(ptx),
         "slow_conversions": sum(name in ("I2F", "F2F", "F2I") for name in loop),
         "spills": loop.count("LDL") + loop.count("STL"),
         "copies": loop.count("LDGSTS"),
@@ -411,6 +424,20 @@ def _waits_first(ptx: str) -> bool:
     touched = re.search(r"\b(?:cp|(?:ld|st|atom|red)(?!\S*\.(?:param|shared)))\.", ptx)
     assert touched is not None, "a kernel that does nothing: it may be a trap"
     return -1 < ptx.find("griddepcontrol.wait") < touched.start()
+
+
+def _is_ordered(ptx: str) -> bool:
+    """Whether a barrier is between a tile's stores and a release, and between an acquire and loads after it.
+
+    One thread makes an atomic. What it alone has stored before needs no barrier.
+    """
+    atomics = re.finditer(r"\batom\.\S*?(acq_rel|release|acquire)\S*", ptx)
+    for kind, before, after in ((at[1], ptx[: at.start()], ptx[at.end() :]) for at in atomics):
+        if kind != "acquire" and "st.global.v" in before.rpartition("bar.sync")[2]:
+            return False
+        if kind != "release" and "ld.global" in after.partition("bar.sync")[0]:
+            return False
+    return True
 
 
 def _compile_or_explain(module: str, shape: Shape, capability: int) -> list[dict[str, Any]]:

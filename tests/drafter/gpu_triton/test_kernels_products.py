@@ -94,6 +94,7 @@ def test_rows_and_residual_may_be_slices_or_empty():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.sanitized
 def test_splits_are_added_in_order_by_the_last_or_a_single_program(dtype: torch.dtype):
     inputs = 520 if dtype is torch.float32 else 2100
     product = Product(17, inputs, 70, dtype, bias=True)

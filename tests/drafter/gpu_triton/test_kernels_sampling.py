@@ -168,6 +168,7 @@ def test_a_kernels_noise_equals_sampling_up_to_the_last_places():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.sanitized
 def test_greedy_and_noisy_rows_choose_as_sample_rows(dtype: torch.dtype):
     rng, rows, vocab = np.random.default_rng(3), 8, 1337
     requests = mixed(rng, rows, vocab)
@@ -217,6 +218,7 @@ FILTERS = {
 @pytest.mark.parametrize("room", [16, 4096], ids=["few candidates fit", "all candidates fit"])
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.one_in(2)
+@pytest.mark.sanitized
 def test_filter_floors_keep_exactly_what_filter_logits_keeps(filters: str, room: int):
     vocab, temperature = 700, [0.5, 1.0, 1.7, 1.0, 0.8, 3.0]
     requests = Requests.of(6, vocab=vocab, temperature=temperature, **FILTERS[filters])

@@ -12,7 +12,7 @@ from manta.jobs.doctor.cases.drafts import cut
 from support.engines.devices import DEVICE
 from support.oracles.sampling_cases import WHOLE
 
-pytestmark = pytest.mark.usefixtures("on_the_device")
+pytestmark = [pytest.mark.usefixtures("on_the_device"), pytest.mark.sanitized]
 
 
 def trim_of(rng: np.random.Generator, num_requests: int, maximum: int, num_rows: int) -> Trim:

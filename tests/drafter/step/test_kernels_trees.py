@@ -22,7 +22,7 @@ from manta.drafter.step.inputs.draft_trees import DraftTrees
 from support.engines.devices import DEVICE
 from torch import Tensor
 
-pytestmark = pytest.mark.usefixtures("on_the_device")
+pytestmark = [pytest.mark.usefixtures("on_the_device"), pytest.mark.sanitized]
 SKIP, SLOTS, PAGES = 777, 6, 64
 
 

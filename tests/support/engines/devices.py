@@ -1,7 +1,7 @@
 """Where kernel tests run: the environment variable MANTA_TEST_DEVICE.
 
-    interpret   Triton's interpreter on the CPU (the default); its bf16 products are broken, so no bf16
-    cuda        a GPU: every dtype
+    interpret   Triton's interpreter on the CPU (the default)
+    cuda        a GPU
 
 Imported by `conftest.py` before any kernel is: Triton reads TRITON_INTERPRET when it decorates one.
 """
@@ -36,7 +36,7 @@ else:
 ON_GPU = KIND == "cuda"
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # Dtypes of 16 bits that products are computed in.
-HALVES = (torch.bfloat16, torch.float16) if ON_GPU else (torch.float16,)
+HALVES = (torch.bfloat16, torch.float16) if ON_GPU else (torch.float16, torch.bfloat16)
 
 
 # What is called in a launch's place: with a kernel's name, arguments by name and what launches it.

@@ -1,7 +1,7 @@
 """Triton's interpreter, with what it lacks and caches for repeated work.
 
-What kernels compute in it is untouched, but for the order of a product's sums. `devices.py` calls this before
-any kernel is imported.
+What kernels compute in it is untouched, but for the order of a product's sums, and bf16. `devices.py` calls
+this before any kernel is imported.
 """
 
 # Methods of Triton's classes are replaced, which types do not allow.
@@ -21,6 +21,7 @@ from triton.runtime import interpreter
 
 
 def prepare() -> None:
+    _compute_in_bf16()
     _multiply_row_by_row()
     _multiply_scaled_blocks()
     _patch_the_language_once_a_launch()
@@ -29,6 +30,61 @@ def prepare() -> None:
     _make_block_types_once()
     _call_builtins_directly()
     _check_no_silent_overflow()
+
+
+def _compute_in_bf16() -> None:
+    """Compute on bf16 in fp32, rounded to the nearest: the interpreter takes its bits for integers."""
+    builder = interpreter.InterpreterBuilder
+    arithmetic = "fadd fsub fmul fdiv frem precise_divf fma minimumf minnumf maximumf maxnumf clampf"
+    compared = [f"fcmp{order}{kind}" for order in "OU" for kind in ("LT", "GT", "LE", "GE", "EQ", "NE")]
+    functions = "cos sin exp exp2 log log2 sqrt precise_sqrt rsqrt erf floor ceil"
+
+    def widened(operation: Any) -> Any:
+        def compute(builder: Any, *operands: Any) -> Any:
+            if not any(_is_bf16(each) for each in operands):
+                return operation(builder, *operands)
+            done = operation(builder, *(_as_fp32(each) if _is_bf16(each) else each for each in operands))
+            return _as_bf16(done) if done.data.dtype == np.float32 else done
+
+        return compute
+
+    for name in (*arithmetic.split(), *compared, *functions.split()):
+        setattr(builder, f"create_{name}", widened(getattr(builder, f"create_{name}")))
+
+    cast, convert, reduce = builder.cast_impl, builder.create_fp_to_fp, interpreter.ReduceOps.apply
+
+    def cast_impl(self: Any, source: Any, kind: Any) -> Any:
+        source = _as_fp32(source) if _is_bf16(source) else source
+        if kind.scalar == tl.bfloat16:
+            return _as_bf16(cast(self, source, tl.float32))
+        return source if kind.scalar == source.dtype.scalar else cast(self, source, kind)
+
+    def create_fp_to_fp(self: Any, source: Any, kind: Any, rounding: Any) -> Any:
+        if kind.scalar == tl.bfloat16 and source.dtype.scalar == tl.float32:
+            return _as_bf16(source)
+        return convert(self, source, kind, rounding)
+
+    def apply(self: Any, values: Any) -> Any:
+        tensors = values if isinstance(values, tuple) else (values,)
+        assert all(each.dtype != tl.bfloat16 for each in tensors), "no reduction is of bf16"
+        return reduce(self, values)
+
+    builder.cast_impl, builder.create_fp_to_fp = cast_impl, create_fp_to_fp
+    interpreter.ReduceOps.apply = apply
+
+
+def _is_bf16(handle: Any) -> bool:
+    return isinstance(handle, interpreter.TensorHandle) and handle.dtype.scalar == tl.bfloat16
+
+
+def _as_fp32(handle: Any) -> Any:
+    bits = handle.data.astype(np.uint32) << 16
+    return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+
+def _as_bf16(handle: Any) -> Any:
+    values = torch.from_numpy(np.ascontiguousarray(handle.data, dtype=np.float32)).bfloat16()
+    return interpreter.TensorHandle(values.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
 
 
 def _multiply_row_by_row() -> None:
@@ -42,6 +98,7 @@ def _multiply_row_by_row() -> None:
     def create_dot(builder: Any, a: Any, b: Any, d: Any, *precision: object) -> Any:
         if a.dtype.is_fp8() or b.dtype.is_fp8():
             return of_floats_of_8_bits(builder, a, b, d, *precision)
+        a, b = (_as_fp32(each) if _is_bf16(each) else each for each in (a, b))
         rows = np.matmul(a.data[..., None, :], b.data[..., None, :, :], dtype=d.data.dtype)
         return interpreter.TensorHandle(rows[..., 0, :] + d.data, d.dtype.scalar)
 

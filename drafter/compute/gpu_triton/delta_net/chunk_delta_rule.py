@@ -161,6 +161,7 @@ def _run_chunks(
     state_DF = load_folded(
         states, records, slot, key, head, pending, d_D, f_F, KEYS, KEY_DIM, VALUES, VALUE_DIM, MAX_DRAFTS
     )
+    tl.debug_barrier()  # all threads have read the state that is replaced
     for chunk in range(0, tl.cdiv(first % CHUNK + count, CHUNK)):
         low, high = _span(first, count, chunk, CHUNK)
         is_row_M = i_M < high - low

@@ -100,7 +100,6 @@ def _take_in(
     tl.store(qkv + to_NF, y_NF, mask=is_row_N[:, None] & inside_F[None, :])
 
     if block == 0:
-        tl.debug_barrier()  # all threads have read the window that is written now
         if saves is not None:
             first = tl.load(firsts + request)
             for save in range(SAVES):
@@ -110,7 +109,6 @@ def _take_in(
                     to_window = windows + to * (WINDOW * CHANNELS)
                     _write_window(to_window, passed, channel_F, inside_F, source, CHANNELS, WINDOW)
         _write_window(window, known, channel_F, inside_F, source, CHANNELS, WINDOW)
-        tl.debug_barrier()  # all threads have read the drafts' inputs
         draft_P = tl.arange(0, DRAFTS)
         is_draft_PF = (known + draft_P < count)[:, None] & inside_F[None, :]
         from_PF = (known + draft_P).to(tl.int64)[:, None] * row_stride + channel_F[None, :]
@@ -147,7 +145,10 @@ def _input(n_N, wanted_N, channel_F, inside_F, source, CHANNELS: tl.constexpr, W
 
 @triton.jit
 def _write_window(to, count, channel_F, inside_F, source, CHANNELS: tl.constexpr, WINDOW: tl.constexpr):
-    """Write the inputs before row `count`, in an order that allows `to` to be the source."""
+    """Write the inputs before row `count`, in an order that allows `to` to be the source.
+
+    All threads have read the source and drafts' inputs then.
+    """
     one_1 = tl.zeros([1], tl.int32)
     for w in tl.static_range(WINDOW):
         x_1F = _input(one_1 + count - WINDOW + w, one_1 == 0, channel_F, inside_F, source, CHANNELS, WINDOW)
