@@ -83,7 +83,9 @@ def test_a_split_drafter_is_accepted_like_a_colocated_one_and_a_given_group_stay
     engine = EngineCore(split, executor)
     assert run_all(engine) == expected
     wanted = acceptance(beside)
-    wait_until(lambda: acceptance(engine) == wanted)  # on a busy machine some drafts are late
+    assert wanted > 1
+    # On a busy machine some drafts are late, or a drafter that lags is dropped and asked again.
+    wait_until(lambda: acceptance(engine) == wanted)
     executor.close()
     executor.close()
     with pytest.raises(EngineDeadError, match="closed"):
