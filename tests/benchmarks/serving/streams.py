@@ -18,6 +18,8 @@ from manta.jobs.common.http_client import split_url
 
 PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 DONE = b"[DONE]"
+RESUME_PAUSE_S = 0.1
+SILENCE_S = 20.0  # after which a client that resumes gives a connection up; keep-alives come every 15 s
 MAX_HEAD_BYTES = 64 * 1024
 Json = Mapping[str, Any]  # Any: JSON
 
@@ -39,6 +41,8 @@ class Stream:
         error: the server's error from an event or a rejection.
         status: HTTP status; 0 without a response.
         headers: response headers with lower-case names.
+        last_id: of the last event with an id; "" without one.
+        resumed: number of connections after the first that continued it.
     """
 
     requested_s: float
@@ -51,6 +55,18 @@ class Stream:
     error: Json = field(default_factory=dict)
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
+    last_id: str = ""
+    resumed: int = 0
+    _kept: tuple[int, int] = (0, 0)  # lengths of `text` and `token_ids` at the last id
+
+    def keep(self, event_id: str) -> None:
+        """Record the id of an event that has been added."""
+        self.last_id, self._kept = event_id, (len(self.text), len(self.token_ids))
+
+    def drop_unkept(self) -> None:
+        """Drop events after the last one with an id: they come again."""
+        self.text, self.error = self.text[: self._kept[0]], {}
+        del self.token_ids[self._kept[1] :]
 
     @property
     def first_s(self) -> float | None:
@@ -73,15 +89,19 @@ class StreamClient:
     Args:
         url: URL of the server, with or without `/v1`.
         api_key: bearer token.
+        resumes: ask for ids of events, and continue a stream whose connection broke after one.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, *, timeout_s: float = 600.0, api_key: str | None = None, resumes: bool = False
+    ) -> None:
         parts = split_url(url)
         self._secure = parts.scheme == "https"
         self._host, self._port = parts.hostname or "", parts.port or (443 if self._secure else 80)
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._key = "" if api_key is None else f"Authorization: Bearer {api_key}\r\n"
         self._timeout_s = timeout_s
+        self._resumes = resumes
         self._pipe: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, body: Json, *, leave_after: int | None = None, into: Stream | None = None) -> Stream:
@@ -96,19 +116,36 @@ class StreamClient:
         stream.requested_s = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s):
-                stream.end = await self._run(stream, body, leave_after)
+                end = await self._attempt(stream, body, leave_after)
+                while stream.last_id and (end == "cut" or stream.error.get("code") == 503):
+                    self.close()
+                    stream.drop_unkept()
+                    await asyncio.sleep(RESUME_PAUSE_S)
+                    end = await self._attempt(stream, body, leave_after)
+                    stream.resumed += end != "cut"
+                stream.end = end
         except TimeoutError:
             stream.end = "late"
-        except (OSError, EOFError, ValueError):  # reset, incomplete, or invalid HTTP
-            stream.end = "cut"
         stream.ended_s = time.monotonic()
         if stream.end in ("cut", "left", "late"):
             self.close()
         return stream
 
-    async def _run(self, stream: Stream, body: Json, leave_after: int | None) -> End:
+    async def _attempt(self, stream: Stream, body: Json, leave_after: int | None) -> End:
+        try:
+            async with asyncio.timeout(SILENCE_S if self._resumes else None) as silence:
+                return await self._run(stream, body, leave_after, silence)
+        except (OSError, EOFError, ValueError):  # reset, incomplete, or invalid HTTP; silence
+            return "cut"
+
+    async def _run(
+        self, stream: Stream, body: Json, leave_after: int | None, silence: asyncio.Timeout
+    ) -> End:
         path = CHAT_PATH if "messages" in body else PATH
-        reader = await self._send(path, json.dumps({**body, "stream": True}).encode())
+        wanted = "X-Resumable: true\r\n" if self._resumes else ""
+        if stream.last_id:
+            wanted += f"Last-Event-ID: {stream.last_id}\r\n"
+        reader = await self._send(path, wanted, json.dumps({**body, "stream": True}).encode())
         stream.status, stream.headers = await _head(reader)
         keeps = stream.headers.get("connection", "").lower() != "close"
         if stream.status != 200:
@@ -118,23 +155,30 @@ class StreamClient:
                 self.close()
             return "refused"
         end: End = "cut"
-        async for data in _events(_body(reader, stream.headers)):
+        async for event_id, data in _events(_body(reader, stream.headers)):
+            if silence.when() is not None:
+                silence.reschedule(asyncio.get_running_loop().time() + SILENCE_S)
+            if not data:
+                continue
             if data == DONE:
                 end = "error" if stream.error else "whole"
                 continue
             if _take(stream, json.loads(data)) and len(stream.token_times_s) == leave_after:
                 return "left"
+            if event_id:
+                stream.keep(event_id)
         if not keeps:
             self.close()
         return end
 
-    async def _send(self, path: str, content: bytes) -> asyncio.StreamReader:
+    async def _send(self, path: str, headers: str, content: bytes) -> asyncio.StreamReader:
         if self._pipe is None:
             self._pipe = await asyncio.open_connection(self._host, self._port, ssl=self._secure or None)
         reader, writer = self._pipe
         writer.write(
             f"POST {self._prefix}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
-            f"Content-Type: application/json\r\n{self._key}Content-Length: {len(content)}\r\n\r\n".encode()
+            f"Content-Type: application/json\r\n{self._key}{headers}"
+            f"Content-Length: {len(content)}\r\n\r\n".encode()
             + content
         )
         await writer.drain()
@@ -204,14 +248,15 @@ async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> Asy
             yield piece
 
 
-async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the data of server-sent events, without comments."""
+async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[str, bytes]]:
+    """Yield id ("" without one) and data of server-sent events, b"" for comments."""
     rest = b""
     async for piece in pieces:
         *whole, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
         for event in whole:
-            if event.startswith(b"data: "):
-                yield event.removeprefix(b"data: ")
+            parts = (line.partition(b": ") for line in event.split(b"\n"))
+            lines = {name: value for name, _, value in parts}
+            yield lines.get(b"id", b"").decode(), lines.get(b"data", b"")
 
 
 def _error_of(raw: bytes) -> Json:

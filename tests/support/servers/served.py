@@ -103,8 +103,8 @@ class Served:
         """All processes of this server, except those of the test itself."""
         return [(pid, command) for pid, command in processes(str(self.folder)) if pid != os.getpid()]
 
-    def kill(self, pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
+    def kill(self, pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(pid, number)
 
     def restart_gcs(self) -> None:
         """Restart the head's GCS, as an operator would."""

@@ -12,6 +12,7 @@ that time (`serving_log.py`), and what is left behind. A short form is `test_ser
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -37,6 +38,7 @@ MAX_TOKENS = 300
 SETTLE_S = 120.0
 BAR_S = 5.0  # until service, without loading
 PROXY_BAR_S = 3.0
+RESUMED_BAR = 15 / 16  # of the streams, after a death behind which clients resume them
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Death:
         victim: returns the processes of a server.
         watch_s: minimum time to watch, because some deaths have late effects.
         revive: restarts the process, as systemd or Kubernetes would; None: the server must do so.
-        has_the_clients: clients' connections end in the process, and so with it.
+        has_the_clients: clients' connections end in the process, and so with it; clients then resume.
+        signal: that kills it, or stops it.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Death:
     watch_s: float = 0.0
     revive: Callable[[Served], None] | None = None
     has_the_clients: bool = False
+    signal: signal.Signals = signal.SIGKILL
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,10 @@ class Setup:
     nodes: tuple[int, ...] = ()
     storage: bool = False  # the head's books outlive it
 
+    @property
+    def has_gateway(self) -> bool:
+        return self.replicas > 1 or "replicas" in self.settings
+
 
 @dataclass
 class Found:
@@ -76,13 +84,15 @@ class Found:
 
     Attributes:
         same, other: streams that ended completely, with the undisturbed text or (never) with another.
+        resumed: streams that clients continued on another connection.
         errors: streams with an error event and [DONE]; `retryable` of them and of the refused got 503.
         next_event_s: the longest time that a stream waited for its next token or its end.
         service_s: until a new request was answered and all later ones were; None: not within SETTLE_S.
         refused_probes: new requests meanwhile without an answer, by status.
         left: a description of what is left behind.
         load_s: the server's time to load its models.
-        has_the_clients: see `Death`.
+        has_the_clients, has_gateway: see `Death` and `Setup`.
+        is_stop: the process was stopped (SIGSTOP), and is replaced after its health checks.
         back: how a replica came back, by the server's own log.
     """
 
@@ -92,6 +102,7 @@ class Found:
     streams: int
     same: int
     other: int
+    resumed: int
     errors: int
     cut: int
     refused: int
@@ -103,6 +114,8 @@ class Found:
     left: list[str]
     load_s: float
     has_the_clients: bool
+    has_gateway: bool
+    is_stop: bool
     back: Return
 
     @property
@@ -110,8 +123,10 @@ class Found:
         """The bar: with replicas no client notices; alone, a retryable error at once, and service in time."""
         if self.other or self.late or self.left or self.service_s is None:
             return False
-        if self.has_the_clients:
+        if self.has_the_clients and not self.has_gateway:
             return self.service_s <= PROXY_BAR_S
+        if self.has_the_clients:
+            return self.same >= RESUMED_BAR * self.streams and (self.is_stop or self.service_s <= PROXY_BAR_S)
         if self.replicas > 1 and self.refused_probes:
             return False
         if self.same == self.streams:
@@ -151,11 +166,12 @@ class Trial:
         wait_until(is_whole, SETTLE_S, missing, poll_s=0.1)
         before, groups = self._cast(), self._served.groups()
         shared = shared_memory()
-        prober, load = Prober(self._served.url), Load(self._served.url, self._count, self._tokens)
+        prober = Prober(self._served.url)
+        load = Load(self._served.url, self._count, self._tokens, resumes=death.has_the_clients)
         load.wait_for_tokens()
         victim = death.victim(self._served)
         killed_s, killed = time.monotonic(), time.time()
-        self._served.kill(victim)
+        self._served.kill(victim, death.signal)
         if death.revive is not None:
             death.revive(self._served)
         streams = load.join()
@@ -223,6 +239,7 @@ class Trial:
             streams=self._count,
             same=same,
             other=ends["whole"] - same,
+            resumed=sum(stream.resumed > 0 for stream in streams),
             errors=ends["error"],
             cut=ends["cut"],
             refused=ends["refused"],
@@ -234,6 +251,8 @@ class Trial:
             left=left,
             load_s=round(self._served.load_s, 1),
             has_the_clients=death.has_the_clients,
+            has_gateway=self._setup.has_gateway,
+            is_stop=death.signal is signal.SIGSTOP,
             back=back,
         )
 
@@ -262,6 +281,7 @@ RANK = Death("a TP rank", any_of("target worker"))
 DRAFTER = Death("the split drafter", any_of("drafter"))
 REPLICA = Death("the replica", any_of("replica"))
 GATEWAY = Death("the gateway", any_of("gateway"), has_the_clients=True)
+STOPPED_GATEWAY = replace(GATEWAY, name="the gateway, stopped", signal=signal.SIGSTOP)
 HAPROXY = Death("HAProxy", any_of("haproxy"), has_the_clients=True)
 CONTROLLER = Death("Serve's controller", any_of("controller"))
 RAYLET = Death("the raylet of a replica's node", raylet_of_a_replica, watch_s=30.0)
@@ -270,9 +290,9 @@ GCS_BACK = Death("the head's GCS, restarted", any_of("gcs"), watch_s=30.0, reviv
 
 SCHEDULE = (
     Setup("one replica", (WORKER, REPLICA, HAPROXY, CONTROLLER)),
-    Setup("one replica behind a gateway", (WORKER, REPLICA), {"replicas": "1:1"}),
+    Setup("one replica behind a gateway", (WORKER, REPLICA, GATEWAY, HAPROXY), {"replicas": "1:1"}),
     Setup("one replica, TP 2, split", (DRAFTER, RANK), {"tensor_parallel_size": 2}, split=True),
-    Setup("two replicas", (WORKER, REPLICA, GATEWAY, HAPROXY, CONTROLLER), replicas=2),
+    Setup("two replicas", (WORKER, REPLICA, GATEWAY, STOPPED_GATEWAY, HAPROXY, CONTROLLER), replicas=2),
     Setup(
         "two replicas, two nodes, Ray's tables on disk",
         (GCS_BACK, RAYLET),
@@ -323,7 +343,16 @@ def run_schedule(schedule: Sequence[Setup], pair: tuple[Path, Path], folder: Pat
 
 
 COLUMNS = (
-    *("killed", "streams: same text", "error event", "cut", "refused", "next event s", "service s"),
+    *(
+        "killed",
+        "streams: same text",
+        "resumed",
+        "error event",
+        "cut",
+        "refused",
+        "next event s",
+        "service s",
+    ),
     *("noticed", "began", "loaded", "ready"),
     *("new requests meanwhile", "left behind", "bar"),
 )
@@ -335,7 +364,7 @@ def row(found: Found) -> str:
     cells = [
         found.death,
         f"{found.same} of {found.streams}" + (f", {found.other} WITH ANOTHER TEXT" if found.other else ""),
-        *(str(found.errors), str(found.cut), str(found.refused)),
+        *(str(found.resumed), str(found.errors), str(found.cut), str(found.refused)),
         "-" if found.next_event_s is None else f"{found.next_event_s:.1f}",
         "never" if found.service_s is None else f"{found.service_s:.1f}",
         *("-" if seconds is None else f"{seconds:.1f}" for seconds in asdict(found.back).values()),
@@ -358,7 +387,14 @@ def table(found: Sequence[Found]) -> str:
         " with two replicas no request is lost; with one, every stream gets a retryable error"
         f" immediately, and service is back within {BAR_S:g} s plus loading."
         " The death of HAProxy or the gateway cuts its connections; service is back within"
-        f" {PROXY_BAR_S:g} s. Nothing is left behind."
+        f" {PROXY_BAR_S:g} s. In these rows clients send `X-Resumable: true`, and after the death their"
+        " request again with `Last-Event-ID`: *resumed* streams continue behind a gateway with the same"
+        " tokens ([how](decisions/gateway.md)), which are computed again, so no dead process is needed."
+        " Clients that do not, and those of a single replica without a gateway, are cut. A stopped gateway"
+        " (SIGSTOP) is silent until it is replaced; a client notices that by a time limit of 20 s, because"
+        " keep-alive comments come every 15 s. Kept is what replicas compute of other streams, and all of"
+        " `/v1/batches`; metrics of the gateway, its records of poison requests and counts of"
+        " `max_requests_per_key` begin anew. Nothing is left behind."
         " A single replica without a gateway has no process that could notify its streams: they are cut"
         " at once, which client libraries raise as a connection error (OpenAI's as `APIConnectionError`).",
     ]

@@ -20,11 +20,11 @@ SETTLED_PROBES = 20  # in a row that are answered: service is back
 
 
 class Load:
-    """Streams that run in their own thread."""
+    """Streams that run in their own thread. `resumes`: see `StreamClient`."""
 
-    def __init__(self, url: str, count: int, max_tokens: int) -> None:
+    def __init__(self, url: str, count: int, max_tokens: int, *, resumes: bool = False) -> None:
         self.streams = [Stream(time.monotonic()) for _ in range(count)]
-        self._url, self._max_tokens = url, max_tokens
+        self._url, self._max_tokens, self._resumes = url, max_tokens, resumes
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
 
@@ -52,7 +52,7 @@ class Load:
             "seed": number,
             "ignore_eos": True,
         }
-        async with StreamClient(self._url, timeout_s=120.0) as client:
+        async with StreamClient(self._url, timeout_s=120.0, resumes=self._resumes) as client:
             await client.ask(body, into=stream)
 
 
