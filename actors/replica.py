@@ -53,7 +53,8 @@ SHUTDOWN_MARGIN_S = 15.0
 SHUTDOWN_POLL_S = 0.2
 HEALTH_CHECK_PERIOD_S = 0.5  # a dead process is noticed at the next one
 FIRST_TOKENS = 24  # more than a block
-HEALTH_CHECK_TIMEOUT_S = 15.0
+HEALTH_CHECK_TIMEOUT_S = 15.0  # Serve replaces a process that fails three checks in a row
+GATEWAY_CHECK_TIMEOUT_S = 5.0  # nothing blocks a gateway's event loop, unless it is stopped or hangs
 RETRY_AFTER_S = 1
 # Imported while the models load.
 FRONT = (".http.app", ".observability.ray_metrics", ".serve.replica_lifecycle")
@@ -251,7 +252,7 @@ def _gateway_app(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> serve
         graceful_shutdown_timeout_s=models[0][1].shutdown_timeout + 2 * SHUTDOWN_MARGIN_S,
         graceful_shutdown_wait_loop_s=SHUTDOWN_POLL_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        health_check_timeout_s=GATEWAY_CHECK_TIMEOUT_S,
         ray_actor_options={"num_cpus": 0},  # also on a head node without CPUs for actors
     )
     return wrap(serve.ingress()(Gateway)).bind(served, models[0][1], engines)

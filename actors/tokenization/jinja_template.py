@@ -2,12 +2,14 @@
 
 The same library, sandbox, tags, filters and globals as in transformers, which is not imported. Differences:
 the sandbox's rules for dictionaries and namespaces are looked up faster (a third of the time for long
-chats), and loop iterations and calls are counted and limited. Memory is not limited, so only trusted sources
-may be rendered. Thread-safe.
+chats), loop iterations and calls are counted and limited, and so is what one operation creates
+(`template_limits.py`). Many large values together are not, so only trusted sources may be rendered.
+Thread-safe.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,9 +21,12 @@ import jinja2.ext
 import jinja2.utils
 from jinja2 import nodes
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from ...cluster.errors import RequestError, brief
+from .template_limits import GROWING_FILTERS, check_call, check_operation, joined
 
 MAX_SHOWN = 300  # characters of a template's error message
 # Loop iterations and calls. Gemma 4's template makes 500,000 for 1,000 messages, in about a second.
@@ -62,12 +67,16 @@ class JinjaTemplate:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    concat = staticmethod(joined)  # of outputs, macros and blocks
+
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
         self._remaining = threading.local()
         self.filters["tojson"] = _tojson
+        self.filters |= {name: _bounded(name, self.filters[name]) for name in GROWING_FILTERS}
         self.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": _strftime_now,
@@ -80,11 +89,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._remaining.steps = max_steps
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        template = super()._parse(source, name, filename)
-        for loop in template.find_all(nodes.For):
-            counted = nodes.EnvironmentAttribute("counted")
-            loop.iter = nodes.Call(counted, [loop.iter], [], None, None)
-        return template
+        return _Limits().visit(super()._parse(source, name, filename))
 
     # Any: values of templates, in the following methods.
     def counted(self, values: Iterable[Any]) -> Iterator[Any]:
@@ -92,9 +97,33 @@ class _Environment(ImmutableSandboxedEnvironment):
             self._count()
             yield value
 
-    def call(self, /, *arguments: Any, **named: Any) -> Any:
+    def joined(self, *parts: Any) -> str:
+        return joined(parts)
+
+    def call(self, /, context: Context, obj: Any, *arguments: Any, **named: Any) -> Any:
         self._count()
-        return super().call(*arguments, **named)
+        text = getattr(obj, "__self__", None)
+        if isinstance(text, str):
+            if obj.__name__ == "join":
+                return joined(*arguments, separator=text)
+            check_call(obj.__name__, [text, *arguments, *named.values()])
+        return super().call(context, obj, *arguments, **named)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        if (bounded := super().wrap_str_format(value)) is None:
+            return None
+
+        def run(*arguments: Any, **named: Any) -> str:
+            check_call("format", [value.__self__])
+            return bounded(*arguments, **named)
+
+        return run
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and type(left) is str and type(right) is str and len(left) + len(right) < 10**6:
+            return left + right  # most operations
+        check_operation(operator, left, right)
+        return super().call_binop(context, operator, left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         try:
@@ -110,6 +139,33 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._remaining.steps -= 1
         if self._remaining.steps < 0:
             raise jinja2.TemplateError(f"it takes more than {MAX_TEMPLATE_STEPS} steps")
+
+
+class _Limits(NodeTransformer):
+    """Counts the iterations of loops, and bounds the texts that `~` joins."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802  # Jinja's interface
+        self.generic_visit(node)
+        node.iter = nodes.Call(nodes.EnvironmentAttribute("counted"), [node.iter], [], None, None)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return nodes.Call(nodes.EnvironmentAttribute("joined"), node.nodes, [], None, None)
+
+
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that checks its arguments; Jinja's marks on it are kept."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **named: Any) -> Any:
+        check_call(name, [*arguments, *named.values()])
+        if name == "join":
+            arguments = tuple(list(each) if isinstance(each, Iterator) else each for each in arguments)
+            joined(next(each for each in arguments if isinstance(each, Iterable)))
+        return function(*arguments, **named)
+
+    return run
 
 
 class _Generation(jinja2.ext.Extension):

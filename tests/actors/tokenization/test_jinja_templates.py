@@ -128,6 +128,51 @@ def test_steps_of_a_template_are_limited(source: str, monkeypatch: pytest.Monkey
             template.render({})
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a' * 10**11 }}",
+        "{{ 10**11 * [1] }}",
+        "{{ 10**(10**10) }}",
+        "{{ 7**(7**(7**7)) }}",
+        "{% set ns = namespace(n=3) %}{% for _ in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for _ in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for _ in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x=[1]) %}{% for _ in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set x = 'a' * 10**6 %}{% for _ in range(10**5) %}{{ x }}{% endfor %}",
+        "{% set x = 'a' * 10**6 %}{% set y %}{% for _ in range(10**5) %}{{ x }}{% endfor %}{% endset %}",
+        "{% set x = 'a' * 10**6 %}{{ ([x] * 10**6) | join }}",
+        "{% set x = 'a' * 10**6 %}{{ x.join([x] * 10**6) }}",
+        "{% set x = 'a' * 10**6 %}{{ x | replace('a', x) }}",
+        "{% set x = 'a' * 10**6 %}{{ x.replace('', x) }}",
+        "{% set x = '\n' * 10**6 %}{{ x | indent(9999, true, true) }}",
+        "{{ 'a'.ljust(10**11) }}{{ 'a'.center(10**11) }}",
+        "{{ 'a' | center(10**11) }}",
+        "{{ '%100000000000d' % 1 }}",
+        "{{ '%*d' % (10**11, 1) }}",
+        "{{ '%100000000000d' | format(1) }}",
+        "{{ '{:>100000000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 10**11) }}",
+        "{{ [[1]] | tojson(indent=10**9) }}",
+        "{{ range(10**9) | list }}",
+    ],
+)
+def test_one_operation_of_a_template_cannot_take_the_memory_or_the_process(source: str) -> None:
+    template = JinjaTemplate(source)  # Jinja computes constants when it compiles
+    with pytest.raises(RequestError, match=r"an operation asks|a width|Range too big"):
+        template.render({})
+
+
+def test_usual_operations_are_within_the_limits() -> None:
+    source = (
+        "{{ 'ab' * 3 }}{{ 2**10 * 3 + 1 }}{{ '%s %d%%' % ('x', 123456) }}{{ '{:,}'.format(1234567) }}"
+        "{{ 'a-b'.replace('-', '+') }}{{ ['a', 1] | join('-') }}{{ '-'.join(['c', 'd']) }}{{ 'x' ~ 123456 }}"
+        "{{ 'a\nb' | indent(4) }}{{ 1234567 | tojson(indent=2) }}{{ '%05d' | format(123456) }}{{ 7 % 4 }}"
+    )
+    expected = "ababab3073x 123456%1,234,567a+ba-1c-dx123456a\n    b12345671234563"
+    assert JinjaTemplate(source).render({}) == expected
+
+
 def test_each_rendering_may_take_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jinja_template, "MAX_TEMPLATE_STEPS", 50)
     template = JinjaTemplate("{% for a in range(40) %}{{ a % 2 }}{% endfor %}")

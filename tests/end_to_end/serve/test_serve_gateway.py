@@ -19,8 +19,10 @@ from manta.cluster.errors import ConfigError
 from support.engines.ray_engines import actor_pids
 from support.servers.deployed import REPLICA, Cluster, deployed
 from support.waiting import wait_until
+from trials.serving.serving_load import Load
 
 NUM_STREAMS = 16
+GATEWAY = "ServeReplica:manta:gateway"
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +173,15 @@ def test_streams_outlive_their_replica(server: Cluster) -> None:
     (resumed,) = re.findall(r"manta:gateway_resumed_streams_total\{.*\} (.*)", scraped(server))
     assert float(resumed) > 0
     assert httpx.get(f"{server.url}/health").status_code == 200, "the other replica answers"
+
+
+def test_streams_of_clients_that_reconnect_outlive_the_gateway(server: Cluster) -> None:
+    undisturbed = Load(server.url, NUM_STREAMS, 200).join()
+    load = Load(server.url, NUM_STREAMS, 200, resumes=True)
+    load.wait_for_tokens()
+    (pid,) = actor_pids(GATEWAY)
+    os.kill(pid, signal.SIGKILL)
+    disturbed = load.join()
+    assert {stream.end for stream in disturbed} == {"whole"}
+    assert [stream.text for stream in disturbed] == [stream.text for stream in undisturbed]
+    assert any(stream.resumed for stream in disturbed)
