@@ -1,9 +1,10 @@
 """Compares a pair's answers token by token: speculation on with off, and Triton's kernels with PyTorch's.
 
 Runs the engine in this process on token ids, without tokenizer and Ray. All tokens must be equal where a
-row's bits do not depend on the other rows of its batch: in fp32, and in a CPU's own dtype. In 16 bits on a
-GPU, two tokens may be exchanged where their logits are nearly equal: a difference passes if PyTorch's
-operators in fp32 give both tokens nearly the same logit there. Called by `doctor_run.py`.
+row's bits do not depend on the other rows of its batch: in a CPU's own dtype, and in fp32, for which a GPU's
+engine is batch-invariant here: its products for few rows add up in another order than those for many. In 16
+bits on a GPU, two tokens may be exchanged where their logits are nearly equal: a difference passes if
+PyTorch's operators in fp32 give both tokens nearly the same logit there. Called by `doctor_run.py`.
 
 Legend: V vocabulary.
 """
@@ -88,7 +89,7 @@ def pair_checks(plan: LoadPlan, *, quick: bool) -> Iterator[Check]:
 def _speculation(plan: LoadPlan, dtype: str, count: int, max_tokens: int) -> CheckOutcome:
     nearly = plan.device.type == "cuda" and dtype != "float32"
     workload = _Workload.of(plan.target.vocab_size, count, max_tokens, greedy=nearly)
-    config = settings_of(plan, dtype=dtype)
+    config = settings_of(plan, dtype=dtype, batch_invariant=plan.device.type == "cuda" and not nearly)
     drafted, num_drafted = _answers(config, workload)
     plain, _ = _answers(replace(config, speculative_config=None), workload)
     if not num_drafted:

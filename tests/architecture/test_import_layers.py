@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
+import sys
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -248,3 +250,17 @@ def test_the_fused_pass_can_be_removed(shipped_pair: tuple[Path, Path]) -> None:
     with LLM(target, dtype="float32", **spec) as llm:
         (output,) = llm.generate("def read_lines(path):", SamplingParams(temperature=0, max_tokens=8))
     assert json.loads(run_python(SCRIPT)) == output.outputs[0].token_ids
+
+
+def test_kernel_tests_import_without_a_web_framework() -> None:
+    """A bare machine with a GPU has PyTorch, Triton and few packages besides."""
+    program = "import sys; sys.modules['fastapi'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    files = sorted((TESTS / "drafter" / "gpu_triton").glob("test_*.py"))
+    done = subprocess.run(
+        [sys.executable, "-c", program, "-q", "--collect-only", *map(str, files)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-1000:]

@@ -272,6 +272,25 @@ def test_an_answer_changed_by_speculation_is_found(plan: LoadPlan, monkeypatch: 
     assert (found.status, found.measured) == ("failed", "1 of 4 answers differ")
 
 
+def test_a_gpus_rows_are_batch_invariant_where_all_tokens_must_be_equal(
+    plan: LoadPlan, monkeypatch: pytest.MonkeyPatch
+):
+    """Else products for few rows and for many would add up in other orders: a false alarm."""
+    asked: list[tuple[str, bool]] = []
+
+    def answers(config: EngineConfig, _: Any) -> tuple[pair.Answers, int]:
+        asked.append((config.dtype, config.batch_invariant))
+        return [(1,)], 1
+
+    monkeypatch.setattr(pair, "_answers", answers)
+    monkeypatch.setattr(pair, "_near_ties", lambda *_: CheckOutcome("none", passed=True))
+    on_gpu = replace(plan, device=torch.device("cuda"), dtype=torch.bfloat16)
+    for line in pair.pair_checks(on_gpu, quick=True):
+        if line.name.startswith("speculation"):
+            examine(line)
+    assert sorted(asked) == [("bfloat16", False)] * 2 + [("float32", True)] * 2
+
+
 def test_tokens_may_differ_in_16_bits_at_near_ties(plan: LoadPlan):
     requested = pair._Workload.of(plan.target.vocab_size, 2, 3, greedy=True)
     prompt = requested.prompts[1]

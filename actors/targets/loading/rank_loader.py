@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol
 
@@ -101,12 +102,15 @@ def start_runner(
 ) -> tuple[Runner, ExecutorInfo]:
     """Load one rank by a plan, as `load_runner` does; `models` provides the weights."""
     assert plan.split == (remote_drafts is not None), "remote_drafts is given exactly for split drafters"
-    rank = _Rank(plan, models, communicator or SingleRank(), remote_drafts)
-    check_invariance(plan, rank.backend)
-    num_pages, num_states = rank.affordable_cache()
-    runner = rank.runner(num_pages, num_states)
-    warm_up(runner, plan, num_pages)
-    runner.prepare()
+    with _count_compilations(plan) as compiled:
+        rank = _Rank(plan, models, communicator or SingleRank(), remote_drafts)
+        check_invariance(plan, rank.backend)
+        num_pages, num_states = rank.affordable_cache()
+        runner = rank.runner(num_pages, num_states)
+        warm_up(runner, plan, num_pages)
+        runner.prepare()
+    if compiled:
+        logger.info("%s", compiled)
     info = executor_info(plan, num_pages, num_states, has_grammars=rank.grammars is not None)
     cache_bytes = sum(count * size for count, size in zip(num_pages, page_bytes(plan), strict=True))
     logger.info("%s", _describe(info, plan, cache_bytes))
@@ -126,6 +130,15 @@ def start_runner(
             plan.config.quantization,
         )
     return runner, info
+
+
+def _count_compilations(plan: LoadPlan) -> AbstractContextManager[object]:
+    """Count the kernels that a GPU's start compiles; what is counted is true if there are any."""
+    if not plan.runs_on_device or plan.device.type != "cuda":
+        return nullcontext()
+    from ....drafter.compute.gpu_triton.common.compilations import count_compilations
+
+    return count_compilations()
 
 
 def _describe(info: ExecutorInfo, plan: LoadPlan, cache_bytes: int) -> str:

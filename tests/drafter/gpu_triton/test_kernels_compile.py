@@ -22,6 +22,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -354,6 +355,31 @@ def test_a_missing_barrier_beside_an_atomic_is_found() -> None:
     assert _is_ordered("\n".join((store, barrier, release, barrier, acquire, barrier, load)))
     assert not _is_ordered("\n".join((barrier, store, release, barrier, load)))
     assert not _is_ordered("\n".join((store, barrier, acquire, load, barrier)))
+
+
+@pytest.mark.if_changed
+def test_compiled_kernels_are_counted_and_those_on_disk_are_not(tmp_path: Path) -> None:
+    program = """
+from manta.drafter.compute.gpu_triton.common.compilations import count_compilations
+from support.kernels.layer_launches import norm
+from support.kernels.recorded_launches import record
+
+launches = {launch.key: launch for launch in record(norm, 90)}.values()
+for _ in range(2):
+    with count_compilations() as found:
+        for launch in launches:
+            launch.compiled(90)
+    print(found.num_kernels == len(launches), bool(found), found.seconds > 0, str(found))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    fresh, again = done.stdout.splitlines()
+    assert fresh.startswith("True True True Triton compiled") and str(tmp_path) in fresh
+    assert again.startswith("False False False Triton compiled 0 kernels")
 
 
 def recorded(module: str, shape: Shape, capability: int) -> list[Any]:

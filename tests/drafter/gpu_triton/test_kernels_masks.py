@@ -13,14 +13,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from manta import LLM, SamplingParams, StructuredOutputsParams
 from manta.actors.targets.runners.cuda_graphs import PassKind, StepGraphs
 from manta.actors.targets.runners.step_passes import TargetPass
 from manta.drafter.grammars.token_bitmasks import RowMasks
 from manta.drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks, force_end_tokens
 from manta.drafter.step.gpu_triton.sampling.grammar_masks import mask_tokens as kernel
 from manta.drafter.step.sampling.grammar_masks import mask_tokens
-from support.checkpoints.text_pair import make_text_pair
 from support.engines.devices import DEVICE
 from support.engines.steps import short_warm_up
 
@@ -53,6 +51,10 @@ def test_masks_are_applied_as_in_the_definition(dtype: torch.dtype) -> None:
 def test_constrained_answers_equal_the_cpus_and_keep_to_the_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: dict[str, int]
 ) -> None:
+    pytest.importorskip("fastapi", reason="LLM reads chats by the HTTP protocol's models")
+    from manta import LLM, SamplingParams, StructuredOutputsParams
+    from support.checkpoints.text_pair import make_text_pair
+
     target, drafter = make_text_pair(tmp_path)
     values = StructuredOutputsParams(json={"enum": [True, "of"]}, disable_any_whitespace=True)
     requested = [
