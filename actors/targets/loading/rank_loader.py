@@ -68,6 +68,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_CONTEXT_BYTES = 2**29  # of a CUDA context with PyTorch's kernels; an estimate
+
 
 class RemoteSource(DraftSource, RemoteDrafter, Protocol):
     """Drafts from another process, for steps driven by the host or by the device."""
@@ -330,7 +332,9 @@ class _Rank:
         states = plan.config.max_num_seqs if plan.target.states is not None else None
         measured = measure_step_bytes(lambda: self.runner(pages, states), plan)
         minimal_cache = sum(page_bytes(plan, drafter=not plan.split)) + (states or 0) * state_bytes(plan)
-        return max(measured - minimal_cache, 0)
+        # The process of a split drafter opens a CUDA context on the GPUs whose memory it reads.
+        of_peer = _CONTEXT_BYTES if plan.split and plan.device.type == "cuda" else 0
+        return max(measured - minimal_cache, 0) + of_peer
 
 
 def _lookup_lengths(config: EngineConfig) -> tuple[int, int] | None:

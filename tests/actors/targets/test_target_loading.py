@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from manta.actors.checkpoints.checkpoint_paths import resolve_checkpoint
 from manta.actors.targets.loading import backend_selection as backends
-from manta.actors.targets.loading import cpu_autotune
+from manta.actors.targets.loading import cpu_autotune, rank_loader
 from manta.actors.targets.loading import memory_budget as memory
 from manta.actors.targets.loading import warmup as warm_up
 from manta.actors.targets.loading.rank_loader import load_runner, plan_load
@@ -432,3 +433,15 @@ def test_captures_share_a_pool_and_give_back_what_runs_before_them_took(
     runner._graphs.rebuild(runner.models)
     runner._graphs.capture(kinds[-1:])
     assert calls[:2] == ["emptied", "begin in pool 1"], "a pool is freed with its graphs, before others"
+
+
+@pytest.mark.parametrize("placement", ["colocated", "split"])
+def test_the_context_of_a_split_drafters_process_is_in_the_budget(
+    tiny_qwen3: Path, tiny_drafter: Path, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = {"model": str(tiny_drafter), "placement": placement}
+    plan = replace(plan_load(settings(tiny_qwen3, speculative_config=spec)), device=torch.device("cuda"))
+    monkeypatch.setattr(rank_loader, "measure_step_bytes", lambda make, plan: 10**6)
+    rank: Any = SimpleNamespace(_plan=plan)
+    step_bytes = rank_loader._Rank._step_bytes(rank)
+    assert (step_bytes >= 2**29) == (placement == "split")
