@@ -33,6 +33,7 @@ from ...system.atomic_files import TEMPORARY, make_folder, write_atomically
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://?")  # pathlib turns two slashes into one
 SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hf")
 _REPEATED = re.compile(r"'?[A-Za-z0-9+.-]+://[^']*'?")  # URLs in Arrow's messages, with secrets
+READ_PAUSES_S = (0.2, 0.4, 0.8, 1.6)  # before reading a remote object again
 NUM_REQUESTS = 16  # in parallel: object stores answer many as fast as one
 
 
@@ -132,9 +133,22 @@ class Storage:
         return Entry(name, info.size or 0, _modified_s(info)) if info.type == fs.FileType.File else None
 
     def read(self, name: str) -> bytes:
-        """Return the content. Raises FileNotFoundError, OSError."""
-        with self.reader(name) as file:
-            return file.read()
+        """Return the content. Raises FileNotFoundError, OSError.
+
+        Of an object smaller than S3's answer "slow down", the client library does not repeat the request.
+        """
+        pauses_s = () if self.local else READ_PAUSES_S
+        for pause_s in (*pauses_s, None):
+            try:
+                with self.reader(name) as file:
+                    return file.read()
+            except FileNotFoundError:
+                raise
+            except OSError:
+                if pause_s is None:
+                    raise
+                time.sleep(pause_s)
+        raise AssertionError("the last attempt returns or raises")
 
     def reader(self, name: str) -> pa.NativeFile:
         return self.filesystem.open_input_file(self.path(name))

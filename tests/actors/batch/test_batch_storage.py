@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,9 +25,11 @@ from manta.actors.batch.dataset.source import open_source
 from manta.actors.batch.dataset.storage import Storage
 from manta.actors.batch.row_index import index_rows
 from manta.cluster.errors import ConfigError, DatasetError
+from moto.server import DomainDispatcherApplication, create_backend_app
 from support.jobs.batch_outputs import read_results
 from support.jobs.s3_outputs import S3Server
 from support.published.hub_standin import hub_with
+from werkzeug.serving import make_server
 
 
 @pytest.fixture(params=["disk", "s3"])
@@ -117,6 +124,43 @@ def test_an_unreadable_bucket_is_named_with_the_reason(s3: S3Server) -> None:
         assert refused.value.param == "input"
     finally:
         s3.post("/moto-api/reset-auth", b"inf")
+
+
+SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your rate.</Message></Error>"
+
+
+@contextmanager
+def throttled_s3(share: float) -> Iterator[str]:
+    """A server that answers a share of its requests with 503, as S3 does; yields its address."""
+    served, dice = DomainDispatcherApplication(create_backend_app), random.Random(1)
+
+    def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+        if dice.random() >= share or environ["REQUEST_METHOD"] == "POST":
+            return served(environ, start)
+        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        start("503 Slow Down", [("Content-Type", "application/xml"), ("Content-Length", str(len(SLOW_DOWN)))])
+        return [SLOW_DOWN]
+
+    server = make_server("127.0.0.1", 0, answer, threaded=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+
+
+def test_a_store_that_asks_for_fewer_requests_loses_nothing(s3: S3Server) -> None:
+    with throttled_s3(0.4) as address:
+        settings = f"scheme=http&endpoint_override={address}&region=us-east-1&allow_bucket_creation=true"
+        storage = Storage.open(f"s3://bucket/throttled?{settings}", field="output")
+        storage.filesystem.create_dir("bucket")
+        contents = {f"{i}": b"x" * (1 << i) for i in range(12)}  # also smaller than the answer
+        for name, content in contents.items():
+            storage.write(name, content)
+        assert {name: storage.read(name) for name in contents} == contents
+        assert {entry.name for entry in storage.entries()} == contents.keys()
 
 
 def test_secrets_of_a_url_are_not_shown() -> None:
