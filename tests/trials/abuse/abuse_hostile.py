@@ -43,6 +43,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 REFUSED = range(400, 500)
 ANSWERED = (200, *REFUSED)  # any of these is right, if there is an answer
 USER = [{"role": "user", "content": "hi"}]
+RESUMED = {"prompt": "x", "max_tokens": 4, "stream": True}
 ESCAPES = "x\r\n\x1b[31mINJECTED\x00"
 
 
@@ -110,6 +111,18 @@ def _file_part(filename: str, content: bytes = b"{}\n", purpose: str = "batch") 
 
 def _nested(depth: int, opening: str, inner: str, closing: str) -> str:
     return opening * depth + inner + closing * depth
+
+
+def _with_number(field: str, number: str) -> bytes:
+    """Return a body with a number as JSON has it, or as none."""
+    return (
+        f'{{"prompt": "x", "min_tokens": 1, "temperature": 0, "max_tokens": 4, "{field}": {number}}}'.encode()
+    )
+
+
+def _deep(field: str, depth: int = 1000) -> bytes:
+    value = _nested(depth, '[{"a": ', "1", "}]")
+    return f'{{"messages": {json.dumps(USER)}, "max_tokens": 4, "{field}": {value}}}'.encode()
 
 
 def _cycle(depth: int) -> dict[str, Any]:
@@ -378,6 +391,46 @@ HOSTILE: tuple[Hostile, ...] = (
     ),
     Hostile("tokens that are true", _json("/detokenize", {"tokens": [True, False, 1.5]})),
     Hostile("a request that is not there", _get("/explain?id=" + "x" * 5000), (400, 401, 403, 404)),
+    # Siblings of found faults
+    *(
+        Hostile(f"{number} answers", lambda number=number: post(TEXT, _with_number("n", number)), ANSWERED)
+        for number in (
+            *('"128"', "128.0", '"1_2_8"', '" 128 "', '"0x80"', '"1e2"', "1e2", "true", "[128]", '{"a": 1}'),
+            *("-0.0", "1e400", "0.5", '"\u0661\u0662\u0668"', "99999999999999999999"),
+        )
+    ),
+    *(
+        Hostile(
+            f"{number} tokens", lambda number=number: post(TEXT, _with_number("max_tokens", number)), ANSWERED
+        )
+        for number in ('"4"', "4.0", '"4_0"', "1e400", "-1e400", '"Infinity"', "true", "[4]", "1e309")
+    ),
+    *(
+        Hostile(f"1,000 levels in {field}", lambda field=field: post(CHAT, _deep(field)), ANSWERED)
+        for field in (
+            *("metadata", "tools", "tool_choice", "response_format", "structured_outputs", "logit_bias"),
+            *("chat_template_kwargs", "documents", "speculative", "stop", "stream_options", "user"),
+        )
+    ),
+    *(
+        Hostile(f"the last event {given[:30]}", _json(TEXT, RESUMED, {"Last-Event-ID": given}), ANSWERED)
+        for given in (
+            *(
+                "7",
+                "x" * 5000,
+                "." * 100,
+                f"{'0' * 32}.1.1.1.1.{'0' * 16}",
+                f"{'0' * 32}.1.1.1.1.{'0' * 16}.end",
+            ),
+            *(f"{'0' * 32}.1.{'9' * 19}.1.1.{'0' * 16}", f"{'0' * 32}.1.1.999999999.1.{'0' * 16}"),
+            *(
+                f"{'f' * 32}.1.1.1.999999999.{'0' * 16}",
+                f"{'g' * 32}.1.1.1.1.{'0' * 16}",
+                "\u0661",
+                "-1.-1.-1",
+            ),
+        )
+    ),
 )
 
 
