@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Scope
 from ..cluster.config import EngineConfig
 from ..cluster.errors import EngineDeadError
 from ..cluster.fleet.autoscaling import ReplicaStatsMeter
-from ..cluster.fleet.placement import REPLICA_CPUS, DeploymentDemand, Topology
+from ..cluster.fleet.placement import REPLICA_CPUS, DeploymentDemand, NodeResources, Topology, check_feasible
 from .gateway.deployment import GATEWAY, Gateway, listen_host
 from .gateway.replica_registry import DirectoryClient, ReplicaRecord, state_of
 from .gateway.replica_set import ServedModel
@@ -222,12 +222,18 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
     return build_application(split_models(args))
 
 
-def build_application(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> serve.Application:
-    """Return the application for parsed settings. Raises ConfigError, PlacementError."""
+def build_application(
+    models: Sequence[tuple[EngineConfig, ServerSettings]], machine: Mapping[str, float] | None = None
+) -> serve.Application:
+    """Return the application for parsed settings. Raises ConfigError, PlacementError.
+
+    `machine`: resources of a Ray that will be started; without it, and without Ray, only a warning says that
+    the replicas do not fit here.
+    """
     models = [(config, with_keys(settings)) for config, settings in models]
     for _, settings in models:
         check_tracing(settings)
-    _check_place(models)
+    _check_place(models, machine)
     if len(models) > 1 or any(wants_gateway(settings.replicas) for _, settings in models):
         return _gateway_app(models)
     ((config, settings),) = models
@@ -312,8 +318,10 @@ def placement_options(topology: Topology) -> dict[str, Any]:  # Any: Serve's opt
     }
 
 
-def _check_place(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> None:
-    """Check that the initial replicas fit. Without a connection to Ray, only warn."""
+def _check_place(
+    models: Sequence[tuple[EngineConfig, ServerSettings]], machine: Mapping[str, float] | None
+) -> None:
+    """Check that the initial replicas fit."""
     demands: list[DeploymentDemand] = []
     for i, (config, settings) in enumerate(models):
         topology = Topology.of(config, _largest_node())
@@ -322,6 +330,8 @@ def _check_place(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> None:
         demands.append(DeploymentDemand(_deployment_name(i), topology, bundles, first))
     if ray.is_initialized():
         check_resources(demands)
+    elif machine is not None:
+        check_feasible(demands, [NodeResources(machine, machine)])
     else:
         warn_of_this_machine(demands)
 

@@ -7,7 +7,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -158,9 +157,7 @@ def _refused(telemetry: RequestTelemetry, tracing: Tracing | None, refusal: Reje
 
 
 def _defaults(engine: AsyncEngine, settings: ServerSettings) -> GenerationDefaults:
-    source = settings.generation_config
-    folder = target_folder(engine.config) if source == "auto" else Path(source)
-    found = GenerationDefaults() if source == "openai" else GenerationDefaults.load(folder)
+    found = GenerationDefaults.of_source(settings.generation_config, target_folder(engine.config))
     return found.overridden(settings.override_generation_config)
 
 

@@ -29,6 +29,13 @@ class GenerationDefaults:
     max_tokens: int | None = None
 
     @classmethod
+    def of_source(cls, source: str, checkpoint: Path) -> GenerationDefaults:
+        """Return the defaults of `ServerSettings.generation_config`: auto, openai, or another folder."""
+        if source == "openai":
+            return cls()
+        return cls.load(checkpoint if source == "auto" else Path(source))
+
+    @classmethod
     def load(cls, folder: Path) -> GenerationDefaults:
         """Raises CheckpointError if the file is not a JSON object or has a wrong value."""
         param = "generation_config"

@@ -28,11 +28,11 @@ from ...actors.batch.dataset.storage import Storage
 from ...actors.batch.row_stats import RowStats
 from ...actors.checkpoints.checkpoint_paths import served_name
 from ...actors.engine.uniproc_executor import make_executor
-from ...actors.targets.loading.load_plan import plan_load
 from ...cluster.batch.row_ranges import count, difference, union
 from ...cluster.config import EngineConfig
 from ...cluster.errors import DatasetError, OutputError, brief_url
 from ...cluster.step.executor import Executor
+from ..common.model_check import check_model
 from ..common.ray_session import join_or_start_ray
 from ..common.stop_signals import Stopped, StopSignals
 from .engine_handle import root_cause
@@ -73,7 +73,7 @@ def run_batch(
     check_columns(source, layout)
     options.format(source)
     output = Storage.open(options.output, field="output")
-    _check_models(config)
+    check_model(config, elsewhere=True)
     layout = options.continued(layout, source, config, output)
     setup = EngineSetup(
         config=config,
@@ -292,13 +292,6 @@ class _Driver:
 
 def _is_complete(job: EngineJob) -> bool:
     return not job.rows and not job.ledger.orphans
-
-
-def _check_models(config: EngineConfig) -> None:
-    """Check the checkpoints before Ray starts. The devices of the engines are on other nodes."""
-    if config.device != "cpu":
-        config = replace(config, device="cpu", attention_backend="auto")
-    plan_load(config)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import time
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,14 +30,13 @@ from ...actors.batch.row_index import Duplicates, RowIndex, index_rows
 from ...actors.batch.row_stats import NameCounts
 from ...actors.chat.chat_model import ChatModel
 from ...actors.http.protocol.chat_completion import ChatRequest, check_tools, conversation
-from ...actors.targets.loading.load_plan import plan_load
-from ...actors.tokenization.generation_config import GenerationDefaults
-from ...actors.tokenization.prompts import EncodedPrompt, encode_prompt, load_tokenizer
+from ...actors.tokenization.prompts import EncodedPrompt, encode_prompt
 from ...cluster.batch.row_ranges import from_rows
 from ...cluster.config import EngineConfig
 from ...cluster.errors import RequestError, brief_url
 from ...cluster.records.percentiles import percentiles
 from ...cluster.step.limits import check_vocabulary, prompt_too_long
+from ..common.model_check import check_model
 from ..common.tables import print_table
 from .options import BatchOptions
 from .report import print_ignored
@@ -250,15 +249,13 @@ class _TooLongError(RequestError):
 
 class _RowChecker:
     def __init__(self, layout: RowSchema, config: EngineConfig) -> None:
-        if config.device != "cpu":  # the devices of the engines are on other nodes
-            config = replace(config, device="cpu", attention_backend="auto")
-        plan = plan_load(config)
-        self.max_model_len = plan.max_model_len
+        model = check_model(config, elsewhere=True)
+        self.max_model_len = model.plan.max_model_len
         self._layout = layout
-        self._vocab_size = plan.target.vocab_size
-        self._tokenizer = load_tokenizer(config)
-        self._chat = ChatModel.of(self._tokenizer)
-        self._generation = GenerationDefaults.load(plan.target_folder)
+        self._vocab_size = model.plan.target.vocab_size
+        self._tokenizer = model.tokenizer
+        self._chat = ChatModel.of(model.tokenizer)
+        self._generation = model.defaults
 
     def check(self, row: Row) -> tuple[EncodedPrompt, int, int, list[str]]:
         """Return the prompt, its tokens after truncation, the most completion tokens, and what is ignored."""

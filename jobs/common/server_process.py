@@ -10,18 +10,18 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from ...actors.system.wait_messages import counting, say
 from ...cluster.errors import MantaError, UnreachableError
 from .http_client import await_ready
 
-REPORT_INTERVAL_S = 4.0
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 90.0
 LOG_TAIL_LINES = 40
+OWN_LINE = "manta: "  # how the lines of `manta serve` begin that are for its user
 
 
 def run_command(arguments: Sequence[str], *, show: bool = True) -> None:
@@ -36,15 +36,9 @@ def run_command(arguments: Sequence[str], *, show: bool = True) -> None:
 def serving(arguments: Sequence[str], url: str, log: Path) -> Iterator[None]:
     """Run `manta serve`, ready in the `with` block; if that fails, print the end of its log."""
     _show(arguments)
-    begin_s = printed_s = time.monotonic()
-
-    def print_progress() -> None:
-        nonlocal printed_s
-        if time.monotonic() - printed_s >= REPORT_INTERVAL_S:
-            printed_s = time.monotonic()
-            print(f"starting ({printed_s - begin_s:.0f} s)", flush=True)
-
-    with server(manta(*arguments), url, log, print_progress) as ready_s:
+    with ExitStack() as stack:
+        with counting("starting", say, begin=False):
+            ready_s = stack.enter_context(server(manta(*arguments), url, log, _shows_new_lines(log)))
         print(f"ready after {ready_s:.0f} s", flush=True)
         try:
             yield
@@ -52,6 +46,21 @@ def serving(arguments: Sequence[str], url: str, log: Path) -> Iterator[None]:
             print(f"\nthe server's log ends with:\n{log_tail(log)}", file=sys.stderr, flush=True)
             raise
         print("\nstopping the server", flush=True)
+
+
+def _shows_new_lines(log: Path) -> Callable[[], None]:
+    """Return a function that prints what `manta serve` has reported since its last call."""
+    num_shown = 0
+
+    def show() -> None:
+        nonlocal num_shown
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+        for line in lines[num_shown:]:
+            if line.startswith(OWN_LINE):
+                say(line)
+        num_shown = len(lines)
+
+    return show
 
 
 def _show(arguments: Sequence[str]) -> None:

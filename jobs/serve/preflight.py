@@ -114,10 +114,17 @@ def find_checkpoints(config: EngineConfig) -> None:
 
 def describe_models(config: EngineConfig, settings: ServerSettings) -> Iterator[str]:
     """Validate a model and yield lines about it before it is loaded."""
+    from ...actors.chat.chat_model import ChatModel
     from ...actors.targets.loading.backend_selection import COMPILES, compiles_loops
-    from ...actors.targets.loading.load_plan import plan_load
+    from ..common.model_check import check_model
 
-    plan = plan_load(config)
+    model = check_model(config, generation_config=settings.generation_config)
+    plan = model.plan
+    ChatModel.of(
+        model.tokenizer,
+        tool_call_parser=settings.tool_call_parser,
+        reasoning_parser=settings.reasoning_parser,
+    )
     size = weight_bytes(plan.target_folder)
     names = ", ".join(settings.model_names(config.model))
     yield f"model {names}: {_source(plan.target_folder)} ({as_size(size)})"

@@ -28,6 +28,7 @@ LIBRARIES = (
     *("fastapi.encoders", "starlette.middleware", "starlette.responses", "pydantic", "prometheus_client"),
     *("opentelemetry.sdk.trace", "filelock", "yaml", "cloudpickle"),
 )
+CHECKS = ("jobs.common.model_check", "actors.chat.chat_model")
 HTTP = ("actors.http.app", "actors.engine.async_engine")
 TARGET = (
     "actors.system.torch_threads",
@@ -45,9 +46,10 @@ def fork_server(models: Models) -> ForkServer | None:
     return ForkServer(
         Stages(
             first=_import_first,
+            errand=lambda: b"" if gpu else _checked(models),
+            of_errand=lambda: _import(() if gpu else CHECKS),
             second=lambda: _import(HTTP if gpu else (*HTTP, *TARGET)),
             third=None if gpu else lambda: _import_libraries(LOOPS),
-            errand=lambda: b"" if gpu else _checked(models),
         )
     )
 

@@ -13,7 +13,7 @@ import importlib
 import logging
 import resource
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -21,12 +21,12 @@ from ...actors.http.config.settings import ServerSettings
 from ...actors.http.config.settings_mapping import split_models
 from ...actors.http.middleware.api_keys import metrics_key, with_keys
 from ...actors.system.wait_messages import Report, StderrReport, Wait, counting
-from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, MantaError, PlacementError, brief_name
 from ..common.http_client import ServerClient, await_ready, num_requests
 from ..common.options import ServeOptions
 from ..common.progress import in_thread
 from ..common.ray_session import dead_ray_process, join_or_start_ray, ray_address
+from ..common.server_process import OWN_LINE
 from ..common.stop_signals import Stopped, StopSignals
 from .preflight import (
     check_open_files,
@@ -37,7 +37,7 @@ from .preflight import (
     open_connections,
     warning_of_exposure,
 )
-from .preloaded_imports import ServeWithoutPandas, check_models, fork_server
+from .preloaded_imports import Models, ServeWithoutPandas, check_models, fork_server
 from .ray_environment import ServeEnvironment
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ class Server:
         environment: ServeEnvironment | None,
         forks: ForkServer | None,
         *,
-        owns_ray: bool,
         report: Report,
     ) -> None:
         self.url = options.url
@@ -79,7 +78,7 @@ class Server:
         self._name = options.name
         self._settings = settings
         self._environment = environment
-        self.owns_ray = owns_ray
+        self.owns_ray = False
         self._report = report
         self._deployed = False
         self._stopped = False
@@ -148,24 +147,28 @@ class Server:
         if self._stopped:
             return
         self._stopped = True
-        import ray
-        from ray import serve
-        from ray._private import worker
-
-        if self.owns_ray:
-            worker._worker_logs_enabled = False  # Ray would report that Serve's controller has ended
-            if at_once:  # threads that wait for Serve would log tracebacks; the next `ray.init` undoes it
-                logging.getLogger("ray").setLevel(logging.CRITICAL)
-            elif not self._ray_is_lost:
-                serve.shutdown()
-            ray.shutdown()
-            worker._worker_logs_enabled = True
-        elif self._deployed:
-            serve.delete(self._name)
+        if self.owns_ray or self._deployed:
+            self._stop_serving(at_once)
         if self._forks is not None:
             self._forks.close()
         if self._environment is not None:
             self._environment.restore()
+
+    def _stop_serving(self, at_once: bool) -> None:
+        import ray
+        from ray import serve
+        from ray._private import worker
+
+        if not self.owns_ray:
+            serve.delete(self._name)
+            return
+        worker._worker_logs_enabled = False  # Ray would report that Serve's controller has ended
+        if at_once:  # threads that wait for Serve would log tracebacks; the next `ray.init` undoes it
+            logging.getLogger("ray").setLevel(logging.CRITICAL)
+        elif not self._ray_is_lost:
+            serve.shutdown()
+        ray.shutdown()
+        worker._worker_logs_enabled = True
 
     def __enter__(self) -> Self:
         return self
@@ -184,7 +187,7 @@ def start_server(
 
     `args` are as under `args:` in ray_config.yaml, with keys. `signals` are reinstalled after Ray's handlers.
     """
-    report = report or StderrReport("manta: ")
+    report = report or StderrReport(OWN_LINE)
     models = [(config, with_keys(settings)) for config, settings in split_models(args)]
     config, settings = models[0]
     existing, environment, forks = ray_address(), None, None
@@ -200,17 +203,23 @@ def start_server(
         forks = fork_server(models)
     if (warning := warning_of_exposure(options.host, settings)) is not None:
         report(warning)
-    checks = in_thread(lambda: None if existing else check_models(models, report, forks))
-    in_thread(_import)
-    with counting(f"connecting to Ray at {existing}" if existing else "starting Ray on this machine", report):
-        owns_ray = _ray(options, environment, forks)
-    server = Server(options, settings, environment, forks, owns_ray=owns_ray, report=report)
+    server = Server(options, settings, environment, forks, report=report)
     try:
+        in_thread(_import)
+        if existing:
+            with counting(f"connecting to Ray at {existing}", report):
+                _ray(options, forks)
+            _check_address(options)
+            app = _application(models)
+        else:
+            with counting("checking the checkpoints", report, begin=False):
+                check_models(models, report, forks)
+            app = _application(models, options)
+            with counting("starting Ray on this machine", report):
+                server.owns_ray = _ray(options, forks)
         if signals is not None:
             signals.reinstall()
-        with counting("checking the checkpoints", report, begin=False):
-            checks.result()
-        _deploy(server, models, options, report)
+        _deploy(server, app, options, report)
     except BaseException:
         server.stop(at_once=True)
         raise
@@ -225,22 +234,20 @@ def _import() -> None:
     importlib.import_module("...actors.replica", __package__)
 
 
-def _ray(options: ServeOptions, environment: ServeEnvironment | None, forks: ForkServer | None) -> bool:
-    try:
-        level = logging.INFO if options.verbose else logging.ERROR
-        owns_ray = join_or_start_ray(
-            num_cpus=options.num_cpus,
-            worker_command=() if forks is None else forks.worker_command(),
-            namespace="serve",
-            logging_level=level,
-        )
-    except BaseException:
-        if forks is not None:
-            forks.close()
-        if environment is not None:
-            environment.restore()
-        raise
-    return owns_ray
+def _application(models: Models, options: ServeOptions | None = None) -> Application:
+    """Return the application, for the Ray that is connected, or for one that `options` will start here."""
+    from ...actors.replica import build_application, machine_resources
+
+    return build_application(models, None if options is None else machine_resources(options.num_cpus))
+
+
+def _ray(options: ServeOptions, forks: ForkServer | None) -> bool:
+    return join_or_start_ray(
+        num_cpus=options.num_cpus,
+        worker_command=() if forks is None else forks.worker_command(),
+        namespace="serve",
+        logging_level=logging.INFO if options.verbose else logging.ERROR,
+    )
 
 
 def _check_probe_port(options: ServeOptions) -> None:
@@ -255,19 +262,9 @@ def _check_probe_port(options: ServeOptions) -> None:
     check_port(options.host, options.probe_port, "probe_port")
 
 
-def _deploy(
-    server: Server,
-    models: Sequence[tuple[EngineConfig, ServerSettings]],
-    options: ServeOptions,
-    report: Report,
-) -> None:
+def _deploy(server: Server, app: Application, options: ServeOptions, report: Report) -> None:
     from ray import serve
 
-    from ...actors.replica import build_application
-
-    if not server.owns_ray:
-        _check_address(options)
-    app = build_application(models)
     logging.getLogger(serve.__name__).setLevel(logging.WARNING)
     # Returns when the proxies are up; the replicas load meanwhile.
     proxies = in_thread(

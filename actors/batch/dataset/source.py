@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ....cluster.errors import DatasetError, RequestError
+from ...checkpoints.checkpoint_paths import shipped
 from .compressed_file import CODECS, CompressedFile
 from .row_requests import PROMPT_COLUMNS, Record, RowSchema, parse_line, prompt_column, template_columns
 from .storage import URL, Entry, Storage
@@ -150,8 +151,8 @@ class Dataset:
 
 
 def open_source(where: Sequence[str | Path], wanted: InputFormat | None = None) -> Dataset:
-    """Find the files of a dataset. Raises DatasetError, ConfigError."""
-    files = _with_partitions(_find_files([str(each) for each in where]))
+    """Find the files of a dataset, of which some ship with Manta. Raises DatasetError, ConfigError."""
+    files = _with_partitions(_find_files([_own_or_shipped(str(each)) for each in where]))
     kinds: set[InputFormat | None] = {_format_of(file.name, NAMED_SUFFIXES) for file in files}
     if wanted is None and (None in kinds or len(kinds) > 1):
         found = ", ".join(sorted({Path(file.name).suffix or file.name for file in files}))
@@ -268,6 +269,11 @@ def _first_records(source: Dataset) -> Iterator[Record]:
 def _is_openai(source: Dataset) -> bool:
     first = next(_first_records(source), {})
     return "body" in first and ("url" in first or "custom_id" in first)
+
+
+def _own_or_shipped(place: str) -> str:
+    path = shipped(Path(place))
+    return place if path == Path(place) else str(path)  # a URL stays as it is
 
 
 def _find_files(where: Sequence[str]) -> tuple[SourceFile, ...]:

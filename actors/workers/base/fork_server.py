@@ -48,12 +48,17 @@ Imports = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Imports of the fork servers: all but Ray. `errand` runs in a fork of the second; see `answer`."""
+    """Imports of the fork servers: all but Ray.
+
+    `errand` runs in a fork of the second server once that has done `of_errand`, before its other imports; see
+    `answer`.
+    """
 
     first: Imports
+    errand: Callable[[], bytes]
+    of_errand: Imports
     second: Imports
     third: Imports | None
-    errand: Callable[[], bytes]
 
 
 class ForkServer:
@@ -111,10 +116,11 @@ def _serve_first(stages: Stages, listener: socket.socket, where: Path, owner: in
 
 
 def _serve_second(stages: Stages, where: Path, owner: int, answer: int) -> None:
-    stages.second()
+    stages.of_errand()
     if os.fork() == 0:
         _in_child(lambda: _run_errand(stages, answer))
     os.close(answer)
+    stages.second()
     listener = _bind_socket(where)
     if (third := stages.third) is not None and os.fork() == 0:
         listener.close()

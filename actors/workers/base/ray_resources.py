@@ -128,10 +128,10 @@ def warn_of_this_machine(demands: Sequence[DeploymentDemand]) -> None:
         logger.warning("If Ray runs only on this machine: %s", error)
 
 
-def machine_resources() -> dict[str, float]:
-    """Return the resources that a Ray started on this machine would have."""
+def machine_resources(num_cpus: int | None = None) -> dict[str, float]:
+    """Return the resources that a Ray started on this machine, with `num_cpus` or all CPUs, would have."""
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return {"CPU": float(get_num_cpus()), "GPU": float(gpus)}
+    return {"CPU": float(num_cpus or get_num_cpus()), "GPU": float(gpus)}
 
 
 def _await_free(demands: Sequence[DeploymentDemand]) -> None:

@@ -33,6 +33,7 @@ from manta.actors.batch.row_answerer import RESULT_SCHEMA, failure
 from manta.actors.batch.row_index import RowIndex, index_rows
 from manta.cluster.batch.row_ranges import from_rows
 from manta.cluster.errors import DatasetError, RequestError
+from support.paths import MODELS
 
 PLAIN = ("parquet", "jsonl", "openai", "csv", "tsv", "text")
 FORMATS = (*PLAIN, "jsonl.gz", "csv.zst", "text.bz2", "openai.lz4")
@@ -119,6 +120,18 @@ def test_rows_are_returned_once_and_unchanged_for_any_selection(
 
 def names(source: Dataset) -> list[str]:
     return [Path(file.path).name for file in source.files]
+
+
+def test_a_dataset_that_ships_is_found_in_any_folder_unless_there_is_one_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = open_source(["models/chats.jsonl"])
+    assert [file.path for file in shipped.files] == [str(MODELS / "chats.jsonl")]
+    own = tmp_path / "models/chats.jsonl"
+    own.parent.mkdir()
+    own.write_text('{"prompt": "a"}\n')
+    assert [file.path for file in open_source(["models/chats.jsonl"]).files] == [str(own)]
 
 
 def test_files_are_found_once_and_in_order_by_name_folder_and_pattern(tmp_path: Path) -> None:

@@ -21,13 +21,21 @@ from manta.actors.workers.base.fork_server import ForkServer, Stages
 def first():
     import colorsys
 
+def of_errand():
+    import fractions
+
 def second():
     import wave
 
 def third():
     import sched
 
-servers = ForkServer(Stages(first=first, second=second, third=third, errand=lambda: b"checked"))
+def errand():
+    return str(sorted({"colorsys", "fractions", "wave"} & set(sys.modules))).encode()
+
+servers = ForkServer(
+    Stages(first=first, errand=errand, of_errand=of_errand, second=second, third=third)
+)
 print(json.dumps([servers.worker_command(), servers.answer().decode()]), flush=True)
 sys.stdin.read()
 servers.close()
@@ -92,7 +100,7 @@ def context(**fields: object) -> tuple[str, str]:
 
 def test_a_worker_has_its_clients_environment_and_its_servers_imports(owner: Owner) -> None:
     reported = [json.loads(owner.start("--id=7", *context(env_vars={"GIVEN": "${LEFT}"}))) for _ in range(2)]
-    assert owner.answer == "checked"
+    assert owner.answer == "['colorsys', 'fractions']"
     assert reported[0].pop("random") != reported[1].pop("random")
     for each in reported:
         assert each == {
@@ -135,7 +143,7 @@ def errand():
     return b"late" * 100_000
 
 nothing = lambda: None
-ForkServer(Stages(first=nothing, second=nothing, third=None, errand=errand))
+ForkServer(Stages(first=nothing, errand=errand, of_errand=nothing, second=nothing, third=None))
 """
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True, timeout=600)

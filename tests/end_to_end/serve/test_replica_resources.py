@@ -162,7 +162,9 @@ def test_a_replica_that_waits_for_resources_names_them_and_gives_up(
 
 
 @pytest.mark.slow
-def test_an_application_is_redeployed_if_only_one_replica_fits(args: dict[str, Any], two_cpus: None) -> None:
+def test_an_application_is_redeployed_if_only_one_replica_fits(
+    args: dict[str, Any], two_cpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     port = free_port()
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     for name in ("first", "second"):
@@ -170,6 +172,7 @@ def test_an_application_is_redeployed_if_only_one_replica_fits(args: dict[str, A
         serve.run(build_app(settings), name="mine", route_prefix="/")
         models = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=600).json()
         assert [model["id"] for model in models["data"]] == [name]
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     with pytest.raises(PlacementError):  # a refusal leaves alone what runs under the name
         start_server({**args, "tensor_parallel_size": 4}, ServeOptions(port=port, name="mine"))
     assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=600).status_code == 200

@@ -38,7 +38,10 @@ def load_engine():
     # Interpreted kernels draft slowly, so that all drafts would be late.
     importlib.import_module("manta.actors.workers.drafter.drafter_client").MAX_WAIT_S = 60.0
 
-stages = Stages(first=load_libraries, second=load_engine, third=lambda: load(LOOPS), errand=lambda: b"")
+nothing = lambda: None
+stages = Stages(
+    first=load_libraries, errand=lambda: b"", of_errand=nothing, second=load_engine, third=lambda: load(LOOPS)
+)
 print(json.dumps(ForkServer(stages).worker_command()), flush=True)
 sys.stdin.read()
 """

@@ -1,0 +1,104 @@
+"""What a checkpoint's files and the settings show is refused before Ray starts, by servers and batch jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from manta.actors.http.config.settings_mapping import split_models
+from manta.actors.system.host_resources import free_port
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import CheckpointError, ConfigError, MantaError, PlacementError
+from manta.jobs.batch import job as batch_job
+from manta.jobs.batch.job import run_batch
+from manta.jobs.batch.options import BatchOptions
+from manta.jobs.common.model_check import check_model
+from manta.jobs.serve import server as serving
+from manta.jobs.serve.server import ServeOptions, start_server
+from support.checkpoints.broken_pairs import TARGET, config, copied, cut_config, edit, target, write
+
+Change = Callable[[Path], object]
+Settings = dict[str, Any]
+
+
+class Wrong(NamedTuple):
+    """One mistake: in a file of the pair, or in a setting."""
+
+    change: Change | None
+    settings: Settings
+    words: str
+
+
+def template(text: str) -> Change:
+    return edit("target/tokenizer_config.json", lambda raw: raw.update(chat_template=text))
+
+
+def generation(**keys: object) -> Change:
+    return edit("target/generation_config.json", lambda raw: raw.update(keys))
+
+
+def cut(name: str) -> Change:
+    return lambda pair: write(pair / name, (TARGET / Path(name).name).read_bytes()[:1000])
+
+
+QUARK = {"quant_method": "quark"}
+WRONG = {
+    "drafter config": Wrong(cut_config, {}, "cannot be read as JSON"),
+    "architecture": Wrong(target(architectures=["MambaForCausalLM"]), {}, "others are not served"),
+    "drafter": Wrong(config(hidden_size=256), {}, "trained for this target"),
+    "quantization": Wrong(target(quantization_config=QUARK), {}, "others are not served"),
+    "weights": Wrong(cut("target/model.safetensors"), {}, "cut short"),
+    "tokenizer": Wrong(cut("target/tokenizer.json"), {}, "tokenizer"),
+    "template": Wrong(template("{% for each in messages %}{{ each"), {}, "chat_template"),
+    "defaults": Wrong(generation(temperature=-1), {}, "temperature"),
+    "length": Wrong(None, {"max_model_len": 9999}, "at most 1024"),
+    "format": Wrong(None, {"quantization": "awq"}, "the checkpoint is not quantized"),
+    "template file": Wrong(None, {"chat_template": "nowhere.jinja"}, "cannot be read"),
+}
+OF_SERVERS = {
+    "memory": Wrong(None, {"kv_cache_memory_bytes": 2**20}, "bytes of K/V pages.*at most 80"),
+    "parser": Wrong(None, {"tool_call_parser": "nothing"}, "Known: hermes"),
+    "replicas": Wrong(None, {"replicas": 9999}, "replicas=9999: each needs 1.5 CPU"),
+}
+
+
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (serving, batch_job):
+        monkeypatch.setattr(module, "join_or_start_ray", lambda **_: pytest.fail("Ray was started"))
+
+
+def settings_of(wrong: Wrong, folder: Path) -> Settings:
+    pair = copied(folder / "pair")
+    if wrong.change is not None:
+        wrong.change(pair)
+    drafting = {"model": str(pair / "drafter")}
+    return {"model": str(pair / "target"), "speculative_config": drafting, "device": "cpu", **wrong.settings}
+
+
+@pytest.mark.parametrize("name", WRONG | OF_SERVERS)
+def test_a_server_refuses_it(name: str, tmp_path: Path, no_ray: None) -> None:
+    wrong = (WRONG | OF_SERVERS)[name]
+    refusals = (CheckpointError, ConfigError, PlacementError)
+    with pytest.raises(refusals, match=wrong.words):
+        start_server(settings_of(wrong, tmp_path), ServeOptions(port=free_port()))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_batch_job_refuses_it(name: str, tmp_path: Path, no_ray: None) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}\n')
+    engine = EngineConfig.from_dict(settings_of(WRONG[name], tmp_path))
+    with pytest.raises(MantaError, match=WRONG[name].words):
+        run_batch(engine, BatchOptions(input=(str(rows),), output=str(tmp_path / "out")))
+    assert not (tmp_path / "out").exists()
+
+
+def test_memory_is_not_checked_where_engines_run_on_other_nodes(tmp_path: Path) -> None:
+    memory = OF_SERVERS["memory"]
+    ((engine, _),) = split_models(settings_of(memory, tmp_path))
+    with pytest.raises(ConfigError, match=memory.words):
+        check_model(engine)
+    assert check_model(engine, elsewhere=True).plan.max_model_len == 1024
