@@ -85,7 +85,9 @@ class Replica:
         context = serve.get_replica_context()
         store = UserConfigStore(context.app_name, context.deployment)
         self._user_config = UserConfigFollower(self._engine, store)
-        self._user_config_task = asyncio.create_task(self._user_config.work_forever())
+        self._user_config_task = asyncio.create_task(
+            self._user_config.work_until(lambda: self._traffic.draining)
+        )
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after `__init__`. Raises EngineDeadError if a first request is not answered."""

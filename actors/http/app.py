@@ -157,7 +157,7 @@ def _refused(telemetry: RequestTelemetry, tracing: Tracing | None, refusal: Reje
 
 
 def _defaults(engine: AsyncEngine, settings: ServerSettings) -> GenerationDefaults:
-    found = GenerationDefaults.of_source(settings.generation_config, target_folder(engine.config))
+    found = GenerationDefaults.of_source(settings.generation_config, engine.config)
     return found.overridden(settings.override_generation_config)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -80,14 +80,15 @@ class UserConfigFollower:
             self._configured, self._stored = dict(user_config), None
             await self._use(self._configured or await asyncio.to_thread(self._store.read) or {})
 
-    async def work_forever(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_S)
+    async def work_until(self, is_draining: Callable[[], bool]) -> None:
+        """Follow the store until the replica drains: threads that read it may end then."""
+        while not is_draining():
             try:
                 async with self._lock:
                     await self._poll()
             except Exception:  # the task's outermost level: the store may be unavailable for a while
                 logger.exception("the stored user_config could not be read")
+            await asyncio.sleep(POLL_S)
 
     async def _poll(self) -> None:
         if self._configured:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...cluster.config import EngineConfig
 from ...cluster.errors import CheckpointError, ConfigError, RequestError, brief, did_you_mean
 from ...cluster.request.request import SamplingParams
 from ...drafter.compute.checkpoint.hf_config import read_json
+from ..checkpoints.checkpoint_paths import target_folder
 
 DEFAULT_MAX_TOKENS = 256  # for commands and rows of a dataset
 # Keys of generation_config.json -> field of GenerationDefaults.
@@ -29,11 +31,11 @@ class GenerationDefaults:
     max_tokens: int | None = None
 
     @classmethod
-    def of_source(cls, source: str, checkpoint: Path) -> GenerationDefaults:
+    def of_source(cls, source: str, config: EngineConfig) -> GenerationDefaults:
         """Return the defaults of `ServerSettings.generation_config`: auto, openai, or another folder."""
         if source == "openai":
             return cls()
-        return cls.load(checkpoint if source == "auto" else Path(source))
+        return cls.load(target_folder(config) if source == "auto" else Path(source))
 
     @classmethod
     def load(cls, folder: Path) -> GenerationDefaults:

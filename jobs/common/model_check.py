@@ -39,6 +39,5 @@ def check_model(
     plan = plan_load(config)
     if not elsewhere and plan.device.type == "cpu":  # asking a GPU would initialize CUDA, before forks
         refuse_unaffordable(plan)
-    return CheckedModel(
-        plan, load_tokenizer(config), GenerationDefaults.of_source(generation_config, plan.target_folder)
-    )
+    defaults = GenerationDefaults.of_source(generation_config, config)
+    return CheckedModel(plan, load_tokenizer(config), defaults)

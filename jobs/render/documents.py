@@ -109,6 +109,7 @@ def render_document(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters["quoted"] = shlex.quote  # for shells and Dockerfiles
     return environment.get_template(TEMPLATES[kind]).render(
         name=deployment.name,
         port=deployment.port,

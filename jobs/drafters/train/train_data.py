@@ -59,6 +59,13 @@ class AnswerSettings:
     layout: OutputLayout | None = None
 
 
+def check_sources(places: Sequence[str]) -> None:
+    """Raise DatasetError if a source cannot be opened, before models are."""
+    for place in places:
+        if not is_captured(Path(place)):
+            open_source([place])
+
+
 def gather(places: Sequence[str], settings: AnswerSettings, folder: Path, report: Report) -> Continuations:
     """Read all sources and generate missing answers, stored in parts in `folder`."""
     prompts: list[tuple[int, ...]] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -37,7 +38,7 @@ from ...training.train_drafter import (
 )
 from ..common.drafter_files import public_name
 from ..common.options import TrainOptions
-from .train_data import AnswerSettings, gather, prompt_rows
+from .train_data import AnswerSettings, check_sources, gather, prompt_rows
 
 _HELD_OUT_SHARE, _MAX_HELD_OUT = 0.05, 64
 _EPOCHS = 6  # as in the DFlash paper
@@ -88,6 +89,8 @@ Made by `manta drafter train`.
 def train_drafter(options: TrainOptions, report: Report = lambda line: print(line, flush=True)) -> Trained:
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
+    if not _has_data(options.folder):
+        check_sources(options.data)
     initial = None if options.initial is None else resolve_checkpoint(options.initial, field="from")
     if (options.steps, options.hours) != (None, None):
         Length(steps=options.steps, seconds=_limit_s(options))  # refuses both, before anything is answered
@@ -156,7 +159,7 @@ def _limit_s(options: TrainOptions) -> float | None:
 
 def prepare_data(options: TrainOptions, layout: OutputLayout, report: Report) -> Continuations:
     data, held_out = options.folder / DATA, options.folder / HELD_OUT
-    if not (data.exists() and held_out.exists()):
+    if not _has_data(options.folder):
         spec, folder = read_target(options.target)
         tokenizer = Tokenizer.load(folder) if has_tokenizer(folder) else None
         settings = AnswerSettings(
@@ -179,6 +182,11 @@ def prepare_data(options: TrainOptions, layout: OutputLayout, report: Report) ->
         kept.save(held_out)
         learned.save(data)
     return Continuations.load(data)
+
+
+def _has_data(folder: Path) -> bool:
+    """Return whether an earlier run has gathered the data, for which the sources are not read again."""
+    return (folder / DATA).exists() and (folder / HELD_OUT).exists()
 
 
 def _on_ray(run: TrainingRun, num_workers: int) -> Trained:

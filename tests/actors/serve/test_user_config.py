@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from manta.actors.serve import user_config
 from manta.actors.serve.user_config import ReplicaUserConfig, UserConfigFollower
 from manta.cluster.errors import ConfigError
 
@@ -48,6 +49,16 @@ def test_the_drafter_is_swapped_and_the_first_one_is_used_again_without_a_settin
         assert engine.drafter == "a"
 
     asyncio.run(run())
+
+
+def test_the_store_is_not_read_while_the_replica_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_config, "POLL_S", 0.0)
+    replica, _, store = follower()
+    states = iter([False, False, True])
+    reads: list[None] = []
+    monkeypatch.setattr(store, "read", lambda: reads.append(None))
+    asyncio.run(replica.work_until(lambda: next(states)))
+    assert len(reads) == 2
 
 
 def test_a_wrong_user_config_is_refused_and_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:

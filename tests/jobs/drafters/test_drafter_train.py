@@ -313,6 +313,11 @@ def test_contradictory_options_are_refused(
         train_drafter(options(target, tmp_path / "run", **changes))
 
 
+def test_missing_data_is_refused_before_the_target_is_read(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"missing\.jsonl"):
+        train_drafter(options(tmp_path / "nowhere", tmp_path / "run", data=("missing.jsonl",)))
+
+
 @pytest.mark.slow
 def test_a_ray_train_job_trains_as_its_workers_would_alone(target: Path, tmp_path: Path) -> None:
     """Two workers communicate over gloo, on cores."""
