@@ -138,7 +138,10 @@ def read_yaml(file: Path) -> Any:  # Any: YAML
     try:
         return yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
-        raise ConfigError(f"config: {file} cannot be read: {error.strerror}. Name a YAML file with --config.", param="config") from None
+        raise ConfigError(
+            f"config: {file} cannot be read: {error.strerror}. Name a YAML file with --config.",
+            param="config",
+        ) from None
     except _SixtiesError as error:
         raise ConfigError(f"config: {file}, line {error.line}: {error}", param="config") from None
     except RecursionError:
