@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...cluster.config import EngineConfig
-from ...cluster.errors import CheckpointError, ConfigError, brief, brief_name, first_line
+from ...cluster.errors import CheckpointError, ConfigError, brief, brief_name, did_you_mean, first_line
 from ...drafter.compute.checkpoint.gguf.split_files import model_name
 from ...drafter.compute.checkpoint.hf_config import read_json
 from .file_names import TIKTOKEN_MODEL, TOKENIZER_JSON
@@ -249,10 +249,11 @@ def _download(
             quantization = usual_quantization(name, revision, download_dir)
     except (OSError, ValueError) as error:  # every error of the hub's client is one of these
         reason = first_line(error)
+        meant = did_you_mean(name, models_and_drafters(), fallback="")
         raise CheckpointError(
-            f"{field}={name!r}: there is no such folder, and the hub does not provide it ({reason}). Check "
-            f"the spelling and the connection (HF_TOKEN for a gated model), or download it once and set "
-            f"{field} to its folder.",
+            f"{field}={name!r}: there is no such folder, and the hub does not provide it ({reason}). "
+            f"{meant}{' ' if meant else ''}Check the spelling and the connection (HF_TOKEN for a gated "
+            f"model), or download it once and set {field} to its folder.",
             param=field,
         ) from None
     if quantization is None:

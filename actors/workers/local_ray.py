@@ -142,8 +142,10 @@ def use_token() -> None:
         token_setup._enable_token_auth()  # Ray no longer reads the environment variable at this point
 
 
-def check_token(address: str) -> None:
-    """Raise ConfigError if the Ray at host:port refuses the token; `ray.init` would retry with warnings."""
+def check_address(address: str) -> None:
+    """Raise ConfigError if no Ray answers at host:port, or it refuses the token; `ray.init` would retry both
+    for minutes, with warnings.
+    """
     if not re.fullmatch(r"[^/]+:\d+", address):
         return
     channel = init_grpc_channel(address)
@@ -151,9 +153,16 @@ def check_token(address: str) -> None:
         stub: Any = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)  # Any: generated
         generated: Any = gcs_service_pb2
         stub.GetClusterId(generated.GetClusterIdRequest(), timeout=TOKEN_TIMEOUT_S)
-    except Exception as error:  # gRPC's; others than a refusal are left to `ray.init`
-        code: Any = getattr(error, "code", None)  # Any: gRPC's
-        if callable(code) and getattr(code(), "name", "") == "UNAUTHENTICATED":
+    except Exception as error:  # gRPC's; the others are left to `ray.init`
+        code: Any = getattr(error, "code", lambda: None)  # Any: gRPC's
+        status = getattr(code(), "name", "")
+        if status == "UNAVAILABLE":
+            raise ConfigError(
+                f"RAY_ADDRESS={address}: nothing answers there as Ray does. Start Ray (ray start --head), "
+                "set its address, or leave RAY_ADDRESS out for a Ray of its own.",
+                param="RAY_ADDRESS",
+            ) from None
+        if status == "UNAUTHENTICATED":
             raise ConfigError(
                 f"RAY_ADDRESS={address}: that Ray refuses this user's token. Copy the token of the user who "
                 "started it to ~/.ray/auth_token, or name a file with it in RAY_AUTH_TOKEN_PATH.",

@@ -12,6 +12,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from .llama_cpp_flags import hint_for
+
 MOST_USED, MODEL, SPECULATION, MEMORY = "Most used", "Model", "Speculation", "Memory"
 SAMPLING, HTTP, KEYS, OPERATION = "Sampling", "HTTP", "Keys", "Operation"
 _ORDER = (None, MOST_USED, MODEL, SPECULATION, MEMORY, SAMPLING, HTTP, KEYS, OPERATION)
@@ -40,6 +42,10 @@ class PaneledCommand(TyperCommand):
                 formatter.write_dl(records, col_max=34)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for each in self.get_params(ctx) for name in (*each.opts, *each.secondary_opts)}
+        # Before they are parsed: -hf would be -h.
+        if "--max-model-len" in known and (hint := hint_for(args, known)) is not None:
+            raise _UsageError(hint, ctx)
         try:
             return super().parse_args(ctx, args)
         except _UsageError as error:

@@ -43,13 +43,13 @@ def join_or_start_ray(
 
 
 def join_ray(address: str, **settings: Any) -> None:  # Any: arguments of `ray.init`
-    """Connect to the Ray at an address. Raises ConfigError if it refuses this user's token."""
+    """Connect to the Ray at an address. Raises ConfigError if none answers, or if it refuses the token."""
     import ray
 
-    from ...actors.workers.local_ray import check_token, on_loopback, use_token
+    from ...actors.workers.local_ray import check_address, on_loopback, use_token
 
     use_token()
-    check_token(address)
+    check_address(address)
     host = address.rpartition(":")[0]
     with on_loopback() if host in ("", "127.0.0.1", "localhost") else nullcontext():
         ray.init(address=address, **settings)

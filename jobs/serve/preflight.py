@@ -6,6 +6,7 @@ and not in a replica's log.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import json
 import resource
@@ -37,6 +38,12 @@ def check_port(host: str, port: int, param: str = "port") -> None:
         try:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
+            if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+                raise ConfigError(
+                    f"host={host} is no address of this machine ({error}). Use 127.0.0.1, or 0.0.0.0 for all "
+                    "of its addresses.",
+                    param="host",
+                ) from None
             raise ConfigError(
                 f"{param}={port} on {host} cannot be used ({error}). Stop what listens there, or choose "
                 f"another with --{param.replace('_', '-')}.",

@@ -129,7 +129,7 @@ def train(
         recorded: folders in which the engine has stored outputs of the target (`target_outputs.py`).
     """
     workers = workers or SingleRank()
-    _check_data(data, held_out, settings.batch_size * workers.world_size)
+    check_data(data, held_out, settings.batch_size * workers.world_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     longest = max(data.longest, held_out.longest)
     trainable = make(target, settings, initial, mask_token_id, longest, device)
@@ -180,7 +180,8 @@ def train(
     return Trained.read(folder)
 
 
-def _check_data(data: Continuations, held_out: Continuations, batch_size: int) -> None:
+def check_data(data: Continuations, held_out: Continuations, batch_size: int) -> None:
+    """Raise ConfigError if there is too little to train on, or nothing to measure on."""
     if len(data) < batch_size:
         raise ConfigError(
             f"data: {len(data)} training sequences are fewer than the {batch_size} of a step. Give more.",

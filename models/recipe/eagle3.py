@@ -299,7 +299,9 @@ def main(
     settings = EagleSettings()
     if data:
         options = TrainOptions(target=target, folder=output_dir, data=tuple(data))
-        prepare_data(options, output_layout(read_target(target)[0], settings.num_taps), print)
+        prepare_data(
+            options, output_layout(read_target(target)[0], settings.num_taps), settings.batch_size, print
+        )
     source = run or output_dir
     trained = train(
         target,

@@ -22,6 +22,7 @@ from manta.cluster.flag import parse_size
 from manta.jobs.cli import app, main
 from manta.jobs.common.config_loading import engine_config, merge_settings, read_settings
 from manta.jobs.common.engine_flags import _PANEL_OF
+from manta.jobs.common.llama_cpp_flags import FIELD, FLAGS
 from support.paths import ROOT
 
 SERVE_CONFIG = """
@@ -271,12 +272,30 @@ WRONG = [
     ("generate x -m m --speculative-config {model", 1, "is not JSON"),
     ("generate x -m /nowhere/target", 1, "/nowhere/target"),
     ("serve m --port PORT", 1, "port=PORT"),
+    ("serve m --host 192.0.2.1", 1, "host=192.0.2.1 is no address of this machine"),
+    ("serve m --host no.such.host.invalid", 1, "host=no.such.host.invalid is no address of this machine"),
+    ("serve smolm2", 1, "Did you mean smollm2?"),
+    ("serve m -c 8192", 2, "-c is llama.cpp's. Here: --max-model-len"),
+    ("serve -hf owner/name", 2, "-hf is llama.cpp's. Here: the same names, without the flag"),
+    ("chat m -ngl 99", 2, "-ngl is llama.cpp's. Here: --device"),
     ("batch -m m -i nowhere.jsonl -o out", 1, "nowhere.jsonl cannot be read"),
     ("batch -m m -i rows.parquet -o out", 1, "not a readable Parquet file"),
     ("batch -m m -i rows.parquet -o out --concurrency 0", 1, "concurrency=0"),
     ("bench m", 1, "speculative_config is missing"),
     ("demo --target nowhere", 1, "nowhere is missing"),
 ]
+
+
+def test_llama_cpps_flags_are_answered_as_in_the_guide() -> None:
+    guide = (ROOT / "docs/how-to/from-llama-cpp.md").read_text()
+    rows = [line.split("|")[1:3] for line in guide.splitlines() if line.startswith("| `")]
+    here = {flag: right for left, right in rows for flag in re.findall(r"(?<![\w-])--?[\w-]+", left)}
+    for flag, replacement in FLAGS.items():
+        if replacement == FIELD:
+            assert f"`{flag}`" in guide and "are fields of a request" in " ".join(guide.split())
+        elif flag in here:
+            assert replacement in here[flag], flag
+    assert {flag for flag in FLAGS if len(flag) <= 4} - {"-n"} <= here.keys()
 
 
 @pytest.mark.parametrize(("command", "code", "said"), WRONG)

@@ -32,6 +32,7 @@ from ...training.train_drafter import (
     OUTPUTS,
     Trained,
     TrainingRun,
+    check_data,
     machine,
     run_here,
     run_on_workers,
@@ -97,7 +98,8 @@ def train_drafter(options: TrainOptions, report: Report = lambda line: print(lin
     spec, folder = read_target(options.target)
     settings = _settings(options, spec)
     mask_id = None if initial is not None else mask_token(spec, folder, options.mask_token_id, report)
-    learned = prepare_data(options, output_layout(spec, settings.num_taps, initial), report)
+    batch_size = settings.batch_size * (options.workers or 1)
+    learned = prepare_data(options, output_layout(spec, settings.num_taps, initial), batch_size, report)
     run = TrainingRun(
         target=absolute_path(options.target),
         folder=options.folder.resolve(),
@@ -157,7 +159,10 @@ def _limit_s(options: TrainOptions) -> float | None:
     return None if options.hours is None else options.hours * 3600
 
 
-def prepare_data(options: TrainOptions, layout: OutputLayout, report: Report) -> Continuations:
+def prepare_data(
+    options: TrainOptions, layout: OutputLayout, batch_size: int, report: Report
+) -> Continuations:
+    """Return the data to train on, gathered once; too little is not kept, so that more can be given."""
     data, held_out = options.folder / DATA, options.folder / HELD_OUT
     if not _has_data(options.folder):
         spec, folder = read_target(options.target)
@@ -179,6 +184,7 @@ def prepare_data(options: TrainOptions, layout: OutputLayout, report: Report) ->
             raise ConfigError("data: at least two sequences are needed.", param="data")
         num_held_out = max(1, min(_MAX_HELD_OUT, int(_HELD_OUT_SHARE * len(found))))
         learned, kept = found.split_off(num_held_out)
+        check_data(learned, kept, batch_size)
         kept.save(held_out)
         learned.save(data)
     return Continuations.load(data)

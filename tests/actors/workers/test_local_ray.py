@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from manta.actors.workers.local_ray import make_token
+from manta.actors.system.host_resources import free_port
+from manta.actors.workers.local_ray import check_address, make_token
 from manta.cluster.errors import ConfigError
 
 START = """
@@ -90,6 +91,11 @@ def test_the_ray_token_is_private_and_valid(tmp_path: Path) -> None:
     assert "that Ray refuses this user's token" in refused and "InvalidAuthToken" not in done.stderr
     assert mode_of(token) == 0o600 and len(token.read_text()) == 64
     assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
+
+
+def test_an_address_at_which_no_ray_answers_is_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS=127\.0\.0\.1:\d+: nothing answers there"):
+        check_address(f"127.0.0.1:{free_port()}")
 
 
 def test_an_existing_token_is_kept_and_made_private(tmp_path: Path) -> None:

@@ -313,6 +313,18 @@ def test_contradictory_options_are_refused(
         train_drafter(options(target, tmp_path / "run", **changes))
 
 
+def test_more_data_can_be_given_where_there_was_too_little(tmp_path: Path) -> None:
+    rows = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": f"def read_{number}(path):"}) for number in range(24)]
+    shape = {"layers": 1, "block_size": 4, "mask_token_id": None, "max_tokens": 6, "data": (str(rows),)}
+    run = options(MODELS / "target", tmp_path / "run", **shape)
+    rows.write_text("\n".join(lines[:4]))
+    with pytest.raises(ConfigError, match="3 training sequences are fewer"):
+        train_drafter(run, lambda _: None)
+    rows.write_text("\n".join(lines))
+    assert train_drafter(run, lambda _: None).num_steps == 2
+
+
 def test_missing_data_is_refused_before_the_target_is_read(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"missing\.jsonl"):
         train_drafter(options(tmp_path / "nowhere", tmp_path / "run", data=("missing.jsonl",)))
