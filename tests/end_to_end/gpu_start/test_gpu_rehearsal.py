@@ -1,7 +1,7 @@
 """The GPU path's start, from random weights to the last capture, on a pretended H200 (`support/rehearsal`).
 
 What no other test sees: what captures forbid, kernels that a graph would compile, collectives that ranks
-would not meet.
+would not meet, pinned memory that is used too early, and memory that the profile has not counted.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.oracles.quantized_checkpoints import FORMATS
 from support.paths import ROOT, TESTS
+from support.published.published import CONFIGS
 from torch.utils import cpp_extension
 
 pytest.importorskip("triton")
@@ -42,18 +45,35 @@ GPT_OSS = {
     "rope_theta": 150_000,
     "quantization_config": {"quant_method": "mxfp4"},
 }
+
+
+def _layers(model: str, count: int, **changes: object) -> dict[str, Any]:
+    """Return a published configuration with fewer layers."""
+    return {**CONFIGS[model], "num_hidden_layers": count, **changes}
+
+
 ALWAYS: dict[str, dict[str, Any]] = {
     "chains": {},
     "trees with fewer nodes than a block": {"speculation": {"tree_width": 4, "tree_size": 12}},
 }
 IF_CHANGED: dict[str, dict[str, Any]] = {
     "trees with more nodes": {"speculation": {"tree_width": 8, "tree_size": 40}},
+    "a swap of the drafter": {"swap": True},
     "plain": {"speculation": None},
     "FP8 K and V": {"engine": {"kv_cache_dtype": "fp8"}},
     "FP8 weights": {"engine": {"quantization": "fp8"}},
     "INT4 weights": {"engine": {"quantization": "int4"}},
     "batch-invariant": {"engine": {"batch_invariant": True}},
     "gpt-oss": {"model": GPT_OSS},
+    **{
+        f"{form} codes": {"model": {"quantization_config": FORMATS[form].config}}
+        for form in ("ct_nvfp4", "mxfp4")
+    },
+    "latents of DeepSeek-V3": {"model": _layers("DeepSeek-V3", 2, first_k_dense_replace=1)},
+    "recurrent states of Qwen3-Next": {
+        "model": _layers("Qwen3-Coder-Next", 2, full_attention_interval=2),
+        "engine": {"max_num_seqs": 2},
+    },
 }
 CASES = [
     *(pytest.param(settings, id=name) for name, settings in ALWAYS.items()),
@@ -73,7 +93,8 @@ FOUND = (
 
 
 @pytest.fixture(scope="module")
-def rehearse(tmp_path_factory: pytest.TempPathFactory) -> Rehearse:
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled device_guard.cpp."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("a pretended device needs a C++ compiler")
@@ -83,20 +104,29 @@ def rehearse(tmp_path_factory: pytest.TempPathFactory) -> Rehearse:
     command += [f"-I{path}" for path in cpp_extension.include_paths()]
     command += [f"-L{libraries}", "-lc10", f"-Wl,-rpath,{libraries}"]
     subprocess.run(command, check=True, capture_output=True)
+    return guard
+
+
+@pytest.fixture
+def rehearse(guard: Path) -> Rehearse:
     return partial(rehearsed, guard)
 
 
 def rehearsed(guard: Path, **settings: object) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, FOLDER / "rehearse.py", guard, json.dumps(settings)],
+    done = run(guard, **settings)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run(guard: Path, **settings: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-X", "faulthandler", FOLDER / "rehearse.py", guard, json.dumps(settings)],
         env={**os.environ, "PYTHONPATH": str(TESTS), "TRITON_INTERPRET": "0"},
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("settings", CASES)
@@ -104,13 +134,22 @@ def test_captures_contain_nothing_that_they_forbid(settings: dict[str, Any], reh
     found = rehearse(**settings)
     assert found["violations"] == {} and found["new_in_capture"] == {}
     assert len(found["graphs"]) > 10 and all(sum(graph.values()) > 3 for graph in found["graphs"])
+    assert 0.98 < found["used_bytes"] / found["allowed_bytes"] <= 1
 
 
 @pytest.mark.parametrize(
-    "model", [{}, pytest.param(GPT_OSS, marks=pytest.mark.if_changed)], ids=["qwen3", "gpt-oss"]
+    ("ranks", "settings"),
+    [
+        (2, {}),
+        *(
+            pytest.param(2, settings, marks=pytest.mark.if_changed)
+            for settings in ({"speculation": {"placement": "split"}}, {"model": GPT_OSS})
+        ),
+    ],
 )
-def test_ranks_meet_in_the_same_collectives(model: dict[str, Any], rehearse: Rehearse) -> None:
-    first, last = (rehearse(model=model, ranks=2, rank=rank) for rank in (0, 1))
+def test_ranks_meet_in_the_same_collectives(ranks: int, settings: dict[str, Any], rehearse: Rehearse) -> None:
+    """From loading to the last capture, and to the captures after a swap of the drafter."""
+    first, last = (rehearse(**settings, ranks=ranks, rank=rank) for rank in (0, ranks - 1))
     assert first["collectives"] == last["collectives"]
     kinds = {(kind, is_captured) for kind, _, _, is_captured in first["collectives"]}
     assert kinds == {
@@ -123,3 +162,15 @@ def test_planted_faults_are_found(rehearse: Rehearse) -> None:
     found = rehearse(plant=True)
     assert [words for words in FOUND if not any(words in each for each in found["violations"])] == []
     assert found["new_in_capture"] == {"_rms_norm": 1}
+
+
+@pytest.mark.if_changed
+@pytest.mark.parametrize(("wait", "place"), [("outcome", "in collect"), ("upload", "in _send_round")])
+def test_pinned_memory_that_is_used_too_early_ends_the_process(wait: str, place: str, guard: Path) -> None:
+    done = run(guard, hurry=wait)
+    assert done.returncode == -signal.SIGSEGV and place in done.stderr
+
+
+@pytest.mark.if_changed
+def test_streams_that_nothing_orders_are_found(rehearse: Rehearse) -> None:
+    assert any("work on two streams" in each for each in rehearse(hurry="capture")["violations"])

@@ -1,23 +1,27 @@
 """A pretended H200, on which the GPU path runs from loading to its last capture without a GPU.
 
-CUDA tensors are PyTorch's fake ones: shapes without memory. Launches are specialized by Triton as on a GPU,
-and not run. Streams, events and captures record. `Recording` holds what a capture forbids: reads by the host,
-copies from or to it, masks as indices, events, waits, and kernels that were never specialized before.
+CUDA tensors are PyTorch's fake ones: shapes without memory, of which the bytes are counted. Launches are
+specialized by Triton as on a GPU, and not run. Streams, events and captures record. `Recording` holds what a
+capture forbids: reads by the host, copies from or to it, masks as indices, events, waits, and kernels that
+were never specialized before; and work on two streams that nothing orders. Copies from and to pinned memory
+are made as late as events allow (`pretended_memory.py`).
 
 `pretend_gpu` changes torch and Triton for the whole process, so a program of its own calls it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import triton
@@ -28,8 +32,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import jit
 
 from ..paths import ROOT
+from .pretended_memory import DeviceMemory, PinnedMemory
 
 _CAPABILITY, _MULTIPROCESSORS, _BYTES = (9, 0), 132, 150_110_011_392  # of an H200
+_OF_CONTEXT = 2**29  # bytes of a process's CUDA context
 _ANSWERED = frozenset(f"aten.{name}" for name in ("item", "_local_scalar_dense", "equal", "is_nonzero"))
 _OTHERS = ("tolist", "unique", "nonzero", "masked_select", "__bool__")
 _READ_BY_HOST = _ANSWERED | {f"aten.{name}" for name in _OTHERS}
@@ -43,6 +49,7 @@ class Recording:
     """What a start did.
 
     Attributes:
+        stream: the current stream; `busy`: the one whose work nothing has waited for, if there is any.
         capture: launches of the graph that is being captured; None outside of captures.
         graphs: launches by kernel, of each captured graph.
         variants: keys by kernel for which Triton would compile it.
@@ -51,6 +58,10 @@ class Recording:
         host_reads: places outside of captures where the host waits for a value.
     """
 
+    memory: DeviceMemory = field(default_factory=lambda: DeviceMemory(_OF_CONTEXT))
+    pinned: PinnedMemory = field(default_factory=PinnedMemory)
+    stream: int = 0
+    busy: int | None = None
     capture: Counter[str] | None = None
     graphs: list[Counter[str]] = field(default_factory=list[Counter[str]])
     variants: dict[str, set[Any]] = field(default_factory=lambda: defaultdict(set))
@@ -63,15 +74,28 @@ class Recording:
         if self.capture is not None:
             self.violations[f"{what} in a capture: {place()}"] += 1
 
+    def work(self) -> None:
+        """Record that the current stream gets work."""
+        if self.capture is None:
+            if self.busy not in (None, self.stream):
+                self.violations[f"work on two streams that nothing orders: {place()}"] += 1
+            self.busy = self.stream
 
-def place(count: int = 3) -> str:
+    def wait(self, copy: int | None = None) -> None:
+        """Record that the host waits for all work, or for a copy."""
+        self.pinned.end(copy)
+        if copy is None:
+            self.busy = None
+
+
+def place(num_lines: int = 3) -> str:
     """Return the innermost lines of the repository that are being run, innermost first."""
     frames = [
         f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno}"
         for frame in reversed(traceback.extract_stack())
         if frame.filename.startswith(str(ROOT)) and "/.venv/" not in frame.filename
     ]
-    return " < ".join([each for each in frames if "/rehearsal/" not in each][:count])
+    return " < ".join([each for each in frames if "/rehearsal/" not in each][:num_lines])
 
 
 def pretend_gpu(recording: Recording, device_guard: Path) -> None:
@@ -79,46 +103,72 @@ def pretend_gpu(recording: Recording, device_guard: Path) -> None:
     ctypes.CDLL(str(device_guard), ctypes.RTLD_GLOBAL)
     torch._C._set_only_lift_cpu_tensors(True)
     _pretend_runtime(recording)
-    _pretend_tensors()
+    _pretend_tensors(recording.pinned)
     _pretend_launches(recording)
 
 
 def _pretend_runtime(recording: Recording) -> None:
     class Event:
+        """Is done when it is asked for the second time."""
+
         def __init__(self, *_: object, **__: object) -> None:
-            pass
+            self._copy, self._is_asked = 0, True
 
         def record(self, *_: object) -> None:
             recording.forbid("an event is recorded")
+            self._copy, self._is_asked = recording.pinned.now(), False
 
         def query(self) -> bool:
-            return True
+            if self._is_asked:
+                recording.wait(self._copy)
+                return True
+            self._is_asked = True
+            return False
 
         def synchronize(self) -> None:
             recording.forbid("an event is waited for")
+            recording.wait(self._copy)
 
     class Stream:
         def __init__(self, *_: object, **__: object) -> None:
-            pass
+            self.number = next(numbers)
 
         def synchronize(self) -> None:
             recording.forbid("a stream is waited for")
+            recording.wait()
 
     class Graph:
         def __init__(self, *_: object, **__: object) -> None:
-            pass
+            self.pool: object = None
 
-        def capture_begin(self, *_: object, **__: object) -> None:
+        def capture_begin(self, pool: object, **__: object) -> None:
             assert recording.capture is None, "captures are not nested"
-            recording.capture = Counter()
+            recording.capture, recording.memory.pool, self.pool = Counter(), pool, pool
+            graphs.add(self)
 
         def capture_end(self) -> None:
             assert recording.capture is not None, "a capture has begun"
             recording.graphs.append(recording.capture)
-            recording.capture = None
+            recording.capture = recording.memory.pool = None
 
         def replay(self) -> None:
-            pass
+            recording.work()
+
+    numbers, graphs = count(1), WeakSet[Graph]()
+
+    @contextmanager
+    def on_stream(stream: Stream) -> Iterator[None]:
+        before, recording.stream = recording.stream, stream.number
+        yield
+        recording.stream = before
+
+    def synchronize(*_: object) -> None:
+        recording.forbid("the device is waited for")
+        recording.wait()
+
+    def empty_cache() -> None:
+        recording.forbid("the allocator's cache is emptied")
+        recording.memory.give_back({graph.pool for graph in graphs})
 
     properties = SimpleNamespace(
         name="NVIDIA H200",
@@ -135,13 +185,13 @@ def _pretend_runtime(recording: Recording) -> None:
         "get_device_capability": lambda *_: _CAPABILITY,
         "get_device_properties": lambda *_: properties,
         "get_device_name": lambda *_: properties.name,
-        "synchronize": lambda *_: recording.forbid("the device is waited for"),
-        "empty_cache": lambda: recording.forbid("the allocator's cache is emptied"),
-        "mem_get_info": lambda *_: (_BYTES - 2**29, _BYTES),
+        "synchronize": synchronize,
+        "empty_cache": empty_cache,
+        "mem_get_info": lambda *_: (_BYTES - recording.memory.used_bytes(), _BYTES),
         "is_current_stream_capturing": lambda: recording.capture is not None,
-        "graph_pool_handle": lambda: (0, 1),
+        "graph_pool_handle": lambda: ("pool", next(numbers)),
         "current_stream": lambda *_: Stream(),
-        "stream": lambda stream: contextlib.nullcontext(),
+        "stream": on_stream,
         "Event": Event,
         "Stream": Stream,
         "CUDAGraph": Graph,
@@ -150,7 +200,7 @@ def _pretend_runtime(recording: Recording) -> None:
         setattr(torch.cuda, name, value)
 
 
-def _pretend_tensors() -> None:
+def _pretend_tensors(pinned: PinnedMemory) -> None:
     """Make random numbers without a generator of the GPU, and pinned memory without a driver."""
     make_generator, empty = torch.Generator, torch.empty
 
@@ -168,16 +218,16 @@ def _pretend_tensors() -> None:
 
         return random
 
-    def unpinned(*args: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+    def empty_or_pinned(*args: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
         if not pin_memory:
             return empty(*args, **more)
         with unset_fake_temporarily():
-            return torch.zeros(*args, **more)
+            return pinned.allocate(*args, **more)
 
     for name in ("randn", "rand", "randint"):
         setattr(torch, name, unseeded(getattr(torch, name)))
     torch.Generator = Generator  # pyright: ignore[reportAttributeAccessIssue]
-    torch.empty = unpinned
+    torch.empty = empty_or_pinned
 
 
 def _pretend_launches(recording: Recording) -> None:
@@ -218,6 +268,7 @@ def _pretend_launches(recording: Recording) -> None:
         size = (given,) if isinstance(given, int) else tuple(map(int, given))
         if min(size) < 0 or max(size[1:], default=0) > 65_535:
             recording.violations[f"a grid of {size}: {place()}"] += 1
+        recording.work()
         if recording.capture is not None:
             recording.capture[kernel.fn.__name__] += 1
         with unset_fake_temporarily():
@@ -266,10 +317,19 @@ class Watch(TorchDispatchMode):
         self._check(name, tensors, args, target)
         if name in _ANSWERED:
             self._recording.host_reads[place()] += 1
+            self._recording.wait()
             return name == "aten.equal" or (0 if tensors[0].dtype is not torch.bool else False)
-        if name == "aten.copy_" and not isinstance(args[0], FakeTensor):
-            return args[0]
-        return func(*tree_map(_as_fake, args), **tree_map(_as_fake, kwargs))
+        self._recording.work()
+        if name == "aten.copy_":
+            for host in (each for each in args[:2] if not isinstance(each, FakeTensor)):
+                self._recording.pinned.begin(host, to_host=host is args[0])
+            if not isinstance(args[0], FakeTensor):
+                return args[0]
+        made = func(*tree_map(_as_fake, args), **tree_map(_as_fake, kwargs))
+        tensors = (each for each in tree_leaves(made) if isinstance(each, torch.Tensor))
+        on_gpu = [each for each in tensors if each.device.type == "cuda"]
+        self._recording.memory.add(on_gpu, self._recording.stream)
+        return made
 
     def _check(self, name: str, tensors: list[torch.Tensor], args: Any, target: str | None) -> None:
         sources = {each.device.type for each in tensors if each.dim() > 0}

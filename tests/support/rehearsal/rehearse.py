@@ -1,7 +1,8 @@
 """Rehearses a start on a pretended GPU: rehearse.py DEVICE_GUARD SETTINGS; prints a JSON report.
 
 SETTINGS, as JSON: `engine` and `speculation` (fields of EngineConfig and SpeculativeConfig), `model` (of
-`bench`'s random models), `rank` of `ranks`, and whether to `plant` faults in captures.
+`bench`'s random models), `rank` of `ranks`, whether to `swap` the drafter at the end and to `plant` faults in
+captures, and a wait to leave out (`hurry`). A single rank serves some requests.
 """
 
 from __future__ import annotations
@@ -9,25 +10,38 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 from support.rehearsal.pretended_gpu import Recording, Watch, pretend_gpu
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 recording = Recording()
 pretend_gpu(recording, Path(sys.argv[1]))
 
 # Only now: these look for a GPU when they are imported.
+from manta.actors.engine.uniproc_executor import InProcessExecutor  # noqa: E402
 from manta.actors.targets.loading import rank_loader  # noqa: E402
-from manta.actors.targets.loading.load_plan import plan_models  # noqa: E402
+from manta.actors.targets.loading.load_plan import LoadPlan, plan_models  # noqa: E402
 from manta.actors.targets.model.tensor_parallel import SingleRank  # noqa: E402
 from manta.actors.targets.runners import cuda_graphs  # noqa: E402
+from manta.actors.targets.runners.gpu_runner import GpuModelRunner  # noqa: E402
+from manta.actors.targets.runners.runner_interface import Runner  # noqa: E402
+from manta.actors.workers.drafter import remote_drafter  # noqa: E402
+from manta.actors.workers.drafter.remote_drafter import RemoteDrafterSource  # noqa: E402
 from manta.cluster.config import EngineConfig, SpeculativeConfig  # noqa: E402
+from manta.cluster.engine.engine_core import EngineCore  # noqa: E402
+from manta.cluster.request.request import Request, SamplingParams  # noqa: E402
+from manta.cluster.step.executor import ExecutorInfo  # noqa: E402
+from manta.drafter.compute.backend import Backend  # noqa: E402
 from manta.drafter.compute.gpu_triton.common.element_ops import rms_norm  # noqa: E402
 from manta.drafter.compute.gpu_triton.linear import gemm_choice  # noqa: E402
+from manta.drafter.dflash.config import DrafterConfig  # noqa: E402
+from manta.drafter.dflash.model import ContextFeatures  # noqa: E402
+from manta.drafter.step.gpu_triton.inputs.transfers import PendingResult, StepOutput, Upload  # noqa: E402
 from manta.jobs.bench.common.random_weights import QWEN3_8B, PairShape, RandomModels  # noqa: E402
 
 MAX_LENGTH = 8192
@@ -76,6 +90,17 @@ def own_value(find: Callable[[], Any], count: int, communicator: Any, device: An
     return found
 
 
+def one_token_each(
+    values: torch.Tensor, *shape: int, views_of: Callable[..., StepOutput] = StepOutput.views_of
+) -> StepOutput:
+    """`StepOutput.views_of`, with a new token for each request where the host reads."""
+    outcome = views_of(values, *shape)
+    if not isinstance(values, FakeTensor):
+        rows_RW1 = outcome.rows_RW1.numpy()
+        rows_RW1[:, 1:-1], rows_RW1[:, 0], rows_RW1[:, -1] = -1, 1, 1
+    return outcome
+
+
 def faults() -> list[Callable[[], object]]:
     """Return what no capture may contain; each is harmless outside of one."""
 
@@ -122,27 +147,76 @@ def plant(planted: list[Callable[[], object]]) -> None:
     cuda_graphs._capture = with_fault
 
 
+def serve(config: EngineConfig, plan: LoadPlan, runner: Runner, info: ExecutorInfo) -> None:
+    """Run requests of all kinds to their ends, with a step in flight while the next one is planned."""
+
+    class Executor(InProcessExecutor):
+        def _load(self, config: EngineConfig) -> tuple[LoadPlan, Runner, ExecutorInfo]:
+            return plan, runner, info
+
+    assert info.max_in_flight > 1
+    engine = EngineCore(config, Executor(config))
+    for number in range(2 * config.max_num_seqs):
+        prompt = tuple(range(1, 2 + 700 * (number % 3)))
+        sampling = SamplingParams(temperature=number % 2, top_k=20 * (number % 4), seed=number, max_tokens=12)
+        engine.add_request(Request(request_id=str(number), prompt_token_ids=prompt, params=sampling))
+    while engine.has_unfinished:
+        engine.step()
+
+
+def hurry(wait: str) -> None:
+    """Leave out a wait, which the rehearsal must notice."""
+    if wait == "outcome":
+        PendingResult.wait = lambda self: self.values
+    elif wait == "upload":
+        Upload._next_slot = lambda self: self._slots[0]
+    else:
+        torch.cuda.synchronize = lambda device=None: None
+
+
+def features(plan: LoadPlan, backend: Backend) -> ContextFeatures:
+    """Return a split drafter's part on the target's side, with random weights."""
+    drafter = plan.drafter
+    assert isinstance(drafter, DrafterConfig), "other drafters are colocated"
+    hidden_size, taps = drafter.hidden_size, len(drafter.target_layer_ids)
+    weight = torch.empty((hidden_size, taps * hidden_size), dtype=plan.dtype, device="cuda")
+    norm = torch.empty(hidden_size, dtype=plan.dtype, device="cuda")
+    return ContextFeatures(weight, norm, drafter.rms_norm_eps, backend)
+
+
 def main(settings: dict[str, Any]) -> None:
     gemm_choice.MeasuredChoice._agree = both
     rank_loader.smallest = own_value
+    StepOutput.views_of = one_token_each  # pyright: ignore[reportAttributeAccessIssue]
+    remote_drafter._context_features = features
     if settings.get("plant"):
         plant(faults())
+    if wait := settings.get("hurry"):
+        hurry(wait)
     num_ranks, speculation = settings.get("ranks", 1), settings.get("speculation", {})
     ranks = RecordingRank(settings.get("rank", 0), num_ranks)
     shape = PairShape.of("Qwen3-8B", {**QWEN3_8B, "num_hidden_layers": 1, **settings.get("model", {})})
     config = EngineConfig(
         model="random",
         skip_tokenizer_init=True,
-        max_num_seqs=4,
         tensor_parallel_size=num_ranks,
         speculative_config=None if speculation is None else SpeculativeConfig(model="random", **speculation),
-        **settings.get("engine", {}),
+        **{"max_num_seqs": 4, **settings.get("engine", {})},
     )
     with FakeTensorMode(allow_non_fake_inputs=True), Watch(recording):
         drafter = None if speculation is None else shape.drafter
         plan = plan_models(config, Path("random"), shape.target, Path("random"), drafter, MAX_LENGTH)
-        rank_loader.start_runner(plan, RandomModels(), ranks if num_ranks > 1 else SingleRank())
+        communicator = ranks if num_ranks > 1 else SingleRank()
+        remote = partial(RemoteDrafterSource, communicator=communicator) if plan.split else None
+        runner, info = rank_loader.start_runner(plan, RandomModels(), communicator, remote_drafts=remote)
+        if num_ranks == 1:
+            serve(config, plan, runner, info)
+        if settings.get("swap"):
+            assert isinstance(runner, GpuModelRunner) and runner.models.drafter is not None
+            runner.swap_drafter(runner.models.drafter)
     report = {
+        "used_bytes": recording.memory.most_bytes,
+        "allowed_bytes": int(config.gpu_memory_utilization * torch.cuda.mem_get_info()[1]),
         "violations": recording.violations,
         "host_reads": recording.host_reads,
         "new_in_capture": recording.new_in_capture,
