@@ -8,6 +8,7 @@ gateway (`ResumePoint`).
 from __future__ import annotations
 
 import re
+import secrets
 from array import array
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -45,7 +46,9 @@ class ResumePoint:
 
     @property
     def origin(self) -> ResumeOrigin:
-        return ResumeOrigin(id=self.id, created_s=self.created_s, seed=self.seed)
+        """Return the answer's origin. An engine may still run it for a client's last connection."""
+        attempt = 1 + secrets.randbelow(1 << 48)
+        return ResumeOrigin(id=self.id, created_s=self.created_s, seed=self.seed, attempt=attempt)
 
     def __str__(self) -> str:
         numbers = f"{self.created_s}.{self.seed}.{self.num_tokens}.{self.num_chars}"

@@ -35,7 +35,7 @@ class ResumeOrigin:
     id: str  # of the response, without the endpoint's prefix
     created_s: int  # Unix time of the request
     seed: int  # for a request that has none
-    attempt: int = 0  # number of earlier attempts, so that an engine never sees an id twice
+    attempt: int = 0  # 0 for the first; differs in all, so that an engine never sees an id twice
     resume_state: ResumeState = field(default=NOT_RESUMED, repr=False)  # output of the earlier attempts
 
     def header(self) -> str:

@@ -421,6 +421,22 @@ def test_a_stream_that_cannot_be_continued_says_so(http: httpx.Client) -> None:
     assert several.status_code == 400 and "cannot be resumed" in several.json()["error"]["message"]
 
 
+def test_one_position_may_be_resumed_several_times_at_once(http: httpx.Client) -> None:
+    """The engine may still run the answer for the connection that broke."""
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}
+    whole = http.post("/v1/completions", json=body, headers=RESUMABLE).text
+    blocks = whole.split("\n\n")
+    had, last_id, _ = events_with_ids("\n\n".join(blocks[: len(blocks) // 2]) + "\n\n")
+    with ThreadPoolExecutor(4) as pool:
+        again = [
+            pool.submit(http.post, "/v1/completions", json=body, headers={"Last-Event-ID": last_id})
+            for _ in range(4)
+        ]
+        found = [events_with_ids(answer.result().text) for answer in again]
+    texts = {joined_deltas([*had, *more, *end])[0] for more, _, end in found}
+    assert texts == {joined_deltas(events_with_ids(whole)[0])[0]}
+
+
 def test_clients_of_the_sdk_read_streams_with_ids(stand: GatewayStand) -> None:
     with openai.OpenAI(base_url=f"{stand.url}/v1", api_key="key", default_headers=RESUMABLE) as client:
         chunks = client.completions.create(model="tiny", prompt="x", max_tokens=20, stream=True)
