@@ -91,7 +91,7 @@ def _compare(replayed: _Result, launched: _Result) -> CheckOutcome:
 def _run(runner: GpuModelRunner, admission: SchedulerOutput, step: SchedulerOutput) -> _Result:
     """Return the results of the steps, and the models' K/V pages without the last one, which is scratch."""
     models = runner.models
-    caches = [cache.kv for cache in (models.cache, models.draft_cache) if cache is not None]
+    caches = [cache.kv for cache in (models.cache, models.drafts.context) if cache is not None]
     with torch.inference_mode():
         for kv in caches:
             kv.zero_()

@@ -18,7 +18,7 @@ from ....drafter.eagle3.checkpoint import eagle3_shapes, make_eagle3
 from ....drafter.eagle3.config import Eagle3Config
 from ..model.tensor_parallel import Sharding
 from ..model.weights import TargetWeights, target_shapes
-from ..runners.runner_interface import Drafter
+from ..runners.drafts.draft_source import Drafter
 from .load_plan import LoadPlan
 from .operator_factory import kept_codes
 

@@ -17,7 +17,8 @@ from ....drafter.dflash.config import DrafterConfig
 from ....drafter.eagle3.config import Eagle3Config
 from ...checkpoints.checkpoint_paths import drafter_folder, with_drafter
 from ..model.tensor_parallel import Communicator
-from ..runners.runner_interface import Drafter, Runner
+from ..runners.drafts.draft_source import Drafter
+from ..runners.runner_interface import Runner
 from .checkpoint_models import Checkpoints
 from .draft_window import DraftConfig, with_window
 from .load_plan import LoadPlan, read_drafter

@@ -6,6 +6,7 @@ Imports only what the plan chooses: no Numba or LLVM in a GPU process, no Triton
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -146,3 +147,12 @@ def make_grammars(plan: LoadPlan) -> GrammarStates | None:
         )
         return None
     return GrammarStates(compiler, max(1, min(MAX_MASK_THREADS, owned_cores() // 2)))
+
+
+def count_compilations(plan: LoadPlan) -> AbstractContextManager[object]:
+    """Count the kernels that a GPU's start compiles; what is counted is true if there are any."""
+    if not plan.runs_on_device or plan.device.type != "cuda":
+        return nullcontext()
+    from ....drafter.compute.gpu_triton.common import compilations
+
+    return compilations.count_compilations()

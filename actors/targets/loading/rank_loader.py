@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol
 
@@ -36,9 +35,18 @@ from ..model.decoder import Decoder
 from ..model.model_spec import ModelSpec
 from ..model.mtp import MtpConfig, MtpDrafter
 from ..model.tensor_parallel import Communicator, Sharding, SingleRank, smallest
-from ..runners.colocated_drafter import ColocatedDrafter
-from ..runners.cpu_runner import CpuModelRunner, DraftSource
-from ..runners.runner_interface import ChainedDrafter, Drafter, RemoteDrafter, Runner
+from ..runners.cpu_runner import CpuModelRunner
+from ..runners.drafts.colocated_drafter import ColocatedDrafter
+from ..runners.drafts.draft_source import (
+    ChainedDrafter,
+    DeviceDrafts,
+    Drafter,
+    DraftSource,
+    NoDrafts,
+    RemoteDrafter,
+    StepMemory,
+)
+from ..runners.runner_interface import Runner
 from .checkpoint_models import Checkpoints, ModelSource
 from .executor_info import device_limits, executor_info
 from .load_plan import LoadPlan, plan_load, why_no_trees
@@ -52,7 +60,13 @@ from .memory_budget import (
     refuse_unaffordable,
     state_bytes,
 )
-from .operator_factory import make_backend, make_drafter_backend, make_grammars, make_step_operators
+from .operator_factory import (
+    count_compilations,
+    make_backend,
+    make_drafter_backend,
+    make_grammars,
+    make_step_operators,
+)
 from .warmup import check_invariance, measure_step_bytes, warm_up
 from .weight_report import WeightCounts, describe_weights
 
@@ -104,7 +118,7 @@ def start_runner(
 ) -> tuple[Runner, ExecutorInfo]:
     """Load one rank by a plan, as `load_runner` does; `models` provides the weights."""
     assert plan.split == (remote_drafts is not None), "remote_drafts is given exactly for split drafters"
-    with _count_compilations(plan) as compiled:
+    with count_compilations(plan) as compiled:
         rank = _Rank(plan, models, communicator or SingleRank(), remote_drafts)
         check_invariance(plan, rank.backend)
         num_pages, num_states = rank.affordable_cache()
@@ -132,15 +146,6 @@ def start_runner(
             plan.config.quantization,
         )
     return runner, info
-
-
-def _count_compilations(plan: LoadPlan) -> AbstractContextManager[object]:
-    """Count the kernels that a GPU's start compiles; what is counted is true if there are any."""
-    if not plan.runs_on_device or plan.device.type != "cuda":
-        return nullcontext()
-    from ....drafter.compute.gpu_triton.common.compilations import count_compilations
-
-    return count_compilations()
 
 
 def _describe(info: ExecutorInfo, plan: LoadPlan, cache_bytes: int) -> str:
@@ -225,55 +230,41 @@ class _Rank:
         from ....drafter.step.gpu_triton.request_states import DeviceStates
         from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
         from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
-        from ..runners.device_suffixes import DeviceSuffixes
-        from ..runners.eagle3_chains import Eagle3Chains
+        from ..runners.drafts.device_suffixes import DeviceSuffixes
         from ..runners.gpu_runner import GpuModelRunner
         from ..runners.grammar_masks import DeviceGrammarMasks
-        from ..runners.remote_exchange import RemoteExchange
         from ..runners.step_passes import DeviceModels
 
         plan, config = self._plan, self._plan.config
         max_requests, num_rows = device_limits(plan)
-        memory = make_state_memory(plan, num_states)
-        cache, draft_cache = self._caches(num_pages, memory)
-        drafter, chains = self._drafter, None
-        if isinstance(drafter, ChainedDrafter):
-            assert draft_cache is not None, "a drafter has pages"
-            drafter, draft_cache, chains = None, None, Eagle3Chains.of(drafter, draft_cache)
+        state_memory = make_state_memory(plan, num_states)
+        cache, draft_cache = self._caches(num_pages, state_memory)
         state_args = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
         states = DeviceStates(*state_args, plan.device, plan.pages)
-        workspace, exchange = SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device), None
-        if (remote := self._remote()) is not None:
-            assert isinstance(plan.drafter, DrafterConfig), "other drafters are colocated"
-            sizes = plan.max_num_batched_tokens, plan.drafter, plan.dtype
-            exchange = RemoteExchange(remote, workspace.margins_N, *sizes)
-        models = DeviceModels(
-            target=self._model,
-            cache=cache,
-            drafter=drafter,
-            draft_cache=draft_cache,
-            chains=chains,
-            states=states,
-            recurrent=None if memory is None else DeviceRecurrent(memory, states.states_S, states.tables),
-            workspace=workspace,
-            communicator=self._communicator,
-            hidden=torch.empty(
-                num_rows, plan.target.hidden_size, dtype=self._model.dtype, device=plan.device
-            ),
-            remote=exchange,
-            lookup_lengths=_lookup_lengths(config),
-        )
-        guide = None
+        workspace = SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device)
+        memory = StepMemory(states, workspace, self._communicator)
+        drafts = self._device_drafts(memory, draft_cache)
+        masks = guide = recurrent = suffixes = None
+        if state_memory is not None:
+            recurrent = DeviceRecurrent(state_memory, states.states_S, states.tables)
         if self.grammars is not None:
             compiler = self.grammars.compiler
             end_id = compiler.eos_token_ids[0]
             masks = DeviceMasks.build(num_rows, compiler.mask_words, end_id, plan.device)
-            models = replace(models, masks=masks)
-            guide = DeviceGrammarMasks(self.grammars, models.states, forces=models.remote is None)
-        suffixes = None
+            guide = DeviceGrammarMasks(self.grammars, states, forces=drafts.can_be_forced)
         if (proposer := _suffix_proposer(config)) is not None:
             mixer = None if self._drafter is None else self._mixer(proposer)
             suffixes = DeviceSuffixes(proposer, mixer, num_rows, self._communicator, plan.device)
+        hidden_shape = num_rows, plan.target.hidden_size
+        models = DeviceModels(
+            target=self._model,
+            cache=cache,
+            memory=memory,
+            drafts=drafts,
+            hidden=torch.empty(hidden_shape, dtype=self._model.dtype, device=plan.device),
+            recurrent=recurrent,
+            masks=masks,
+        )
         return GpuModelRunner(
             models,
             max_requests,
@@ -285,10 +276,29 @@ class _Rank:
             captures=plan.device.type == "cuda",
         )
 
+    def _device_drafts(self, memory: StepMemory, draft_cache: PagedKVCache | None) -> DeviceDrafts:
+        from ..runners.drafts.device_blocks import DeviceBlocks
+        from ..runners.drafts.device_chains import DeviceChains
+        from ..runners.drafts.device_lookup import DeviceLookup
+        from ..runners.drafts.remote_exchange import RemoteExchange
+
+        plan, drafter = self._plan, self._drafter
+        if drafter is not None and draft_cache is not None:
+            if isinstance(drafter, ChainedDrafter):
+                return DeviceChains(drafter, draft_cache, memory)
+            return DeviceBlocks(drafter, draft_cache, memory)
+        if (remote := self._remote()) is not None:
+            assert isinstance(plan.drafter, DrafterConfig), "other drafters are colocated"
+            max_requests, _ = device_limits(plan)
+            sizes = max_requests, plan.max_num_batched_tokens
+            return RemoteExchange(remote, memory, *sizes, plan.drafter, plan.dtype)
+        lengths = _lookup_lengths(plan.config)
+        return DeviceDrafts() if lengths is None else DeviceLookup(lengths, memory)
+
     def _step_runner(self, num_pages: tuple[int, ...], num_states: int | None) -> CpuModelRunner:
         plan, page_size = self._plan, self._plan.page_size
         operators = make_step_operators(plan)
-        drafts: DraftSource | None = self._remote()
+        drafts: DraftSource
         memory = make_state_memory(plan, num_states)
         cache, draft_cache = self._caches(num_pages, memory)
         if self._drafter is not None:
@@ -300,7 +310,7 @@ class _Rank:
         elif (lengths := _lookup_lengths(plan.config)) is not None:
             drafts = NgramProposer(*lengths)
         else:
-            drafts = drafts or _suffix_proposer(plan.config)
+            drafts = self._remote() or _suffix_proposer(plan.config) or NoDrafts()
         state_args = (plan.config.max_num_seqs, plan.max_model_len, num_pages, page_size)
         batch = self.backend.attention_batch
         recurrent = None if memory is None else RecurrentStates(memory, plan.config.max_num_seqs)

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,11 +29,9 @@ from ....cluster.step.scheduler_output import (
     SchedulerOutput,
     StepResult,
     StepTimings,
-    TreeGain,
-    TreeOutcome,
 )
 from ....drafter.compute.memory.kv_cache import PagedKVCache
-from ....drafter.step.inputs.draft_trees import AcceptedPaths, DraftTrees
+from ....drafter.step.inputs.draft_trees import DraftTrees
 from ....drafter.step.inputs.proposals import Proposals
 from ....drafter.step.inputs.row_layout import Ints, StepRows
 from ....drafter.step.request_states import RequestStates
@@ -50,25 +48,13 @@ from ....drafter.step.sampling.tree_growth import grow_trees
 from ....drafter.step.sampling.verification import take_out
 from ..model.decoder import Decoder
 from ..model.tensor_parallel import Communicator
-from .colocated_drafter import ColocatedDrafter
-from .runner_interface import Drafter, ReadsMeter
+from .drafts.colocated_drafter import ColocatedDrafter
+from .drafts.draft_source import Drafter, DraftSource
+from .runner_interface import ReadsMeter
+from .verified_drafts import Chains, Trees
 
 if TYPE_CHECKING:
     from ....drafter.grammars.matchers import GrammarStates
-
-
-class DraftSource(Protocol):
-    """Provides drafts and receives the target's features, on every rank."""
-
-    def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
-        """Return drafts, equal on all ranks; K = 0 if no request drafts."""
-        ...
-
-    def inject(
-        self, taps_NmH: Tensor | None, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor
-    ) -> None:
-        """Write the drafter's context from taps and committed tokens; called if the plan writes context."""
-        ...
 
 
 class CpuModelRunner:
@@ -76,7 +62,6 @@ class CpuModelRunner:
 
     Args:
         states: this rank's copy of the running requests' state.
-        drafts: None decodes plainly, without taps.
         operators: operators that sample and accept.
     """
 
@@ -85,7 +70,7 @@ class CpuModelRunner:
         model: Decoder,
         cache: PagedKVCache,
         states: RequestStates,
-        drafts: DraftSource | None,
+        drafts: DraftSource,
         communicator: Communicator,
         operators: StepOperators,
     ) -> None:
@@ -132,52 +117,37 @@ class CpuModelRunner:
         self.states.apply(plan)
         proposals = self._propose(plan)
         clock.mark()  # trimming is timed with verification, as it is weighed against the rows that it saves
-        plan, drafts_RK, trees, gain = self._choose_drafts(plan, proposals)
-        self.states.write_drafts(plan, drafts_RK)
-        rows = self.states.lay_out_rows(plan, trees)
+        drafts = self._choose_drafts(plan, proposals)
+        plan = drafts.plan
+        self.states.write_drafts(plan, drafts.tokens_RK)
+        rows = self.states.lay_out_rows(plan, drafts.trees)
         hidden_NH, taps_NmH = self.model.forward(rows.token_ids_N, rows, self.cache)
-        all_sampled = len(rows.sampled_X) == len(hidden_NH)
-        hidden_XH = hidden_NH if all_sampled else hidden_NH.index_select(0, rows.sampled_X)
         clock.mark()
-        prompt_logprobs = logprob_rows = None
-        if self.states.logprob_slots.in_use:
-            prompt_logprobs = self._prompt_logprobs(plan, hidden_NH)
-            logprob_rows = self.states.rows_wanting_logprobs(plan)
-        chosen_X, logprobs = self._choose(hidden_XH, rows, logprob_rows)
-        paths = learned = None
-        if trees is None:
-            token_ids_RW, num_tokens_R = self._operators.accept(chosen_X, rows.counts_R, drafts_RK)
-        else:
-            paths, learned = self._accept_paths(plan, trees, chosen_X, rows)
-            token_ids_RW, num_tokens_R = self._put(paths.token_ids_RW), self._put(paths.num_tokens_R)
-            logprobs = None if logprobs is None else paths.logprobs_of(logprobs)
-        if len(non_finite_N := self._non_finite_rows(hidden_NH)):
-            token_ids_RW[self._put(_requests_of(non_finite_N, plan)), 0] = NOT_A_NUMBER
+        prompt_logprobs = self._prompt_logprobs(plan, hidden_NH)
+        chosen_X, logprobs = self._choose(plan, hidden_NH, rows)
+        accepted = drafts.accept(chosen_X, rows, self._operators, self._move_rows)
+        token_ids_RW, num_tokens_R = accepted.token_ids_RW, accepted.num_tokens_R
+        self._mark_not_numbers(plan, hidden_NH, token_ids_RW)
         self.states.advance(plan, token_ids_RW, num_tokens_R)
         clock.mark()
-        if self.drafts is not None and plan.writes_context:
-            if trees is not None and paths is not None:
-                taps_NmH, rows = _context_of(taps_NmH, rows, paths, trees)
-            self.drafts.inject(taps_NmH, rows, token_ids_RW, num_tokens_R)
+        if plan.writes_context:
+            self.drafts.inject(*accepted.context(taps_NmH, rows), token_ids_RW, num_tokens_R)
         clock.mark()
         return StepResult(
             plan.step,
             token_ids=token_ids_RW.cpu().numpy().astype(np.int32),
             num_tokens=num_tokens_R.cpu().numpy().astype(np.int32),
             timings=StepTimings(*clock.seconds()),
-            logprobs=logprobs,
+            logprobs=accepted.logprobs(logprobs),
             prompt_logprobs=prompt_logprobs,
             num_drafts=plan.num_drafts,
             margins=None if proposals.margins_RK is None else proposals.margins_RK.cpu().numpy(),
-            trees=learned,
-            tree_gain=gain,
-            expert_reads=self._expert_reads.take() if self.model.num_routed else None,
+            trees=accepted.learned,
+            tree_gain=drafts.gain,
+            expert_reads=self._expert_reads.take(),
             is_copied=proposals.is_copied_R,
             is_pass_skipped=proposals.is_pass_skipped,
         )
-
-    def _put(self, values: Ints) -> Tensor:
-        return torch.from_numpy(values).to(self.model.device)
 
     def _non_finite_rows(self, values: Tensor) -> Ints:
         """Return the indices of rows that contain NaN or infinity; none unless the model is broken."""
@@ -185,27 +155,19 @@ class CpuModelRunner:
 
     def _propose(self, plan: SchedulerOutput) -> Proposals:
         """Get drafts, and let grammars edit them."""
-        if self.drafts is None:
-            assert not plan.num_draft_tokens, "drafts were planned, but there is no drafter"
-            proposals = Proposals.none(plan.num_requests, self.model.device)
-        else:
-            proposals = self.drafts.propose(plan, self.states)
+        proposals = self.drafts.propose(plan, self.states)
         grammars = self.states.grammars
         if grammars is None or not grammars.slots:
             return proposals
         return self.states.apply_grammars(plan, proposals)
 
-    def _choose_drafts(
-        self, plan: SchedulerOutput, proposals: Proposals
-    ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None, TreeGain | None]:
-        """Return the plan with the drafts to verify, these, their trees if any branches, and the gain."""
+    def _choose_drafts(self, plan: SchedulerOutput, proposals: Proposals) -> Chains | Trees:
+        """Return the drafts to verify."""
         if plan.tree is not None and plan.num_draft_tokens:
             return self._grow_trees(plan, proposals)
-        return *self._trim(plan, proposals), None, None
+        return Chains(*self._trim(plan, proposals))
 
-    def _grow_trees(
-        self, plan: SchedulerOutput, proposals: Proposals
-    ) -> tuple[SchedulerOutput, Tensor, DraftTrees | None, TreeGain | None]:
+    def _grow_trees(self, plan: SchedulerOutput, proposals: Proposals) -> Chains | Trees:
         """Grow trees on rank 0. Without candidates or copies, as a remote drafter is late, drafts none."""
         gain, trees = None, DraftTrees.empty(plan.num_requests, int(plan.num_drafts.max()))
         if (proposals.candidates or proposals.copies is not None) and self._communicator.rank == 0:
@@ -214,23 +176,29 @@ class CpuModelRunner:
             packed = self._communicator.broadcast(torch.from_numpy(trees.pack()).to(self.model.device))
             trees = DraftTrees.unpack(packed.cpu().numpy())
         self.states.follow_trees(trees)
-        plan, drafts_RM = plan.with_num_drafts(trees.num_nodes_R), torch.from_numpy(trees.tokens_RM)
-        return plan, drafts_RM.to(self.model.device), trees if trees.branches().any() else None, gain
+        plan = plan.with_num_drafts(trees.num_nodes_R)
+        drafts_RK = torch.from_numpy(trees.tokens_RM).to(self.model.device)
+        if trees.branches().any():
+            return Trees(plan, drafts_RK, gain, trees)
+        return Chains(plan, drafts_RK, gain)
 
-    def _accept_paths(
-        self, plan: SchedulerOutput, trees: DraftTrees, chosen_X: Tensor, rows: StepRows
-    ) -> tuple[AcceptedPaths, TreeOutcome]:
-        """Move K and V of the accepted paths to the slots of their positions; return paths and outcome."""
-        assert plan.tree is not None, "trees were not planned"
-        paths = trees.accept(chosen_X.cpu().numpy(), rows.counts_R.cpu().numpy())
-        moves = paths.moves(rows.num_rows_R)
-        if len(moves[0]):
-            groups = sorted({place.group for place in self.cache.places})
-            source_slots, target_slots = (
-                torch.cat([rows.kv_slots[group][self._put(each)] for group in groups]) for each in moves
+    def _move_rows(self, rows: StepRows, sources: Ints, targets: Ints) -> None:
+        if not len(sources):
+            return
+        groups = sorted({place.group for place in self.cache.places})
+        source_slots, target_slots = (
+            torch.cat(
+                [rows.kv_slots[group][torch.from_numpy(each).to(self.model.device)] for group in groups]
             )
-            self.model.backend.compact_rows(self.cache, source_slots, target_slots)
-        return paths, trees.outcome(paths, plan.tree.width)
+            for each in (sources, targets)
+        )
+        self.model.backend.compact_rows(self.cache, source_slots, target_slots)
+
+    def _mark_not_numbers(self, plan: SchedulerOutput, hidden_NH: Tensor, token_ids_RW: Tensor) -> None:
+        """Mark requests with known tokens in rows that contain NaN or infinity."""
+        if len(non_finite_N := self._non_finite_rows(hidden_NH)):
+            requests = torch.from_numpy(_requests_of(non_finite_N, plan))
+            token_ids_RW[requests.to(token_ids_RW.device), 0] = NOT_A_NUMBER
 
     def _trim(self, plan: SchedulerOutput, proposals: Proposals) -> tuple[SchedulerOutput, Tensor]:
         """Return the plan with the drafts to verify, and the drafts [R, K] without the others."""
@@ -251,11 +219,15 @@ class CpuModelRunner:
         return plan.with_num_drafts(num_drafts_R.cpu().numpy()), take_out(drafts_RK, num_drafts_R)
 
     def _choose(
-        self, hidden_XH: Tensor, rows: StepRows, logprob_rows: LogprobRows | None
+        self, plan: SchedulerOutput, hidden_NH: Tensor, rows: StepRows
     ) -> tuple[Tensor, StepLogprobs | None]:
         """Return each sampled row's token, and the log probabilities that were requested."""
-        if not len(hidden_XH):
-            return rows.sampled_X, None  # an empty tensor
+        if not len(rows.sampled_X):
+            return rows.sampled_X, None
+        all_sampled, logprob_rows = len(rows.sampled_X) == len(hidden_NH), None
+        hidden_XH = hidden_NH if all_sampled else hidden_NH.index_select(0, rows.sampled_X)
+        if self.states.logprob_slots.in_use:
+            logprob_rows = self.states.rows_wanting_logprobs(plan)
         logits_XV = self.model.logits(hidden_XH)
         logprobs_YV = None if logprob_rows is None else raw_logprobs(logits_XV, logprob_rows)
         non_finite_X = self._non_finite_rows(logits_XV)  # before rules and masks hide some
@@ -270,6 +242,8 @@ class CpuModelRunner:
 
     def _prompt_logprobs(self, plan: SchedulerOutput, hidden_NH: Tensor) -> StepLogprobs | None:
         """Return the requested log probabilities of prompt tokens."""
+        if not self.states.logprob_slots.in_use:
+            return None
         logprob_rows = self.states.prompt_rows_wanting_logprobs(plan)
         if logprob_rows is None:
             return None
@@ -284,24 +258,6 @@ def _logprobs_of(chosen_X: Tensor, logprobs_YV: Tensor, logprob_rows: LogprobRow
     chosen_Y = chosen_X[torch.from_numpy(logprob_rows.rows()).to(chosen_X.device)]
     packed_YE = pack_logprobs(logprobs_YV, chosen_Y.clamp(min=0), logprob_rows.num_top)
     return unpack_logprobs(packed_YE.cpu().numpy(), logprob_rows)
-
-
-def _context_of(
-    taps_NmH: Tensor | None, rows: StepRows, paths: AcceptedPaths, trees: DraftTrees
-) -> tuple[Tensor | None, StepRows]:
-    """Return taps and places of the rows of a step with draft trees that belong to the drafter's context.
-
-    As in a step that verified the accepted paths alone.
-    """
-    assert taps_NmH is not None, "a target with a drafter has taps"
-    is_tree_R = trees.branches()
-    placed = paths.context_rows(rows.num_rows_R, is_tree_R)
-    sources, targets = (torch.from_numpy(each).to(taps_NmH.device) for each in placed)
-    counts_R = rows.counts_R.cpu().numpy()
-    kept_R = torch.from_numpy(np.where(is_tree_R, paths.num_tokens_R, counts_R)).to(rows.counts_R.device)
-    slots = tuple(slots_N[targets] for slots_N in rows.kv_slots)
-    kept = replace(rows, positions_N=rows.positions_N[sources], kv_slots=slots, counts_R=kept_R)
-    return taps_NmH[sources], kept
 
 
 def _requests_of(non_finite_N: Ints, plan: SchedulerOutput) -> Ints:

@@ -41,9 +41,8 @@ from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests
 from ....drafter.step.gpu_triton.inputs.transfers import StepOutput
 from ....drafter.step.gpu_triton.tree_rows import num_path_rows
 from ....drafter.step.gpu_triton.verification import TrimLists
-from .device_trees import StepTrees
-from .draft_pass import DraftPass
-from .step_passes import DeviceModels, TargetPass
+from .drafts.device_trees import StepTrees
+from .step_passes import DeviceModels, DraftPass, TargetPass
 
 _SMALL_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 _NARROW = 4  # rows of a request up to which attention uses lower tiles
@@ -262,15 +261,6 @@ class StepGraphs:
         assert isinstance(target, TargetPass), "only the target's pass verifies"
         return target.verified()
 
-    def num_context_drafts(self, kind: PassKind) -> Tensor:
-        """Return the numbers of drafts [R], int32, in the context rows of a replayed target's pass.
-
-        These are the verified drafts, or those of a tree's accepted path.
-        """
-        if kind.tree is not None:
-            return (self._outcome_of(kind).rows_RW1[:, -1] - 1).clamp(min=0)
-        return self._outcome_of(kind).num_drafts_R if kind.width > 1 else self._requests(kind).num_drafts_R
-
     def capture(self, kinds: Iterable[PassKind]) -> None:
         """Capture the graphs of these kinds one after another.
 
@@ -281,7 +271,7 @@ class StepGraphs:
         self._lists_LW.zero_()
         if self._models.trees is not None:
             self._models.trees.blocks_LW.zero_()
-        device = self._models.device
+        device = self._models.target.device
         torch.cuda.synchronize(device)
         pool = self._pool = self._pool or torch.cuda.graph_pool_handle()
         with torch.cuda.stream(torch.cuda.Stream(device)):
@@ -316,7 +306,9 @@ class StepGraphs:
 
     def _drafting(self, kind: PassKind) -> DraftPass:
         times = self._outcome_of(kind).times
-        return DraftPass(self._models, self._requests(kind), times, self._trees(kind), filters=kind.filters)
+        return DraftPass(
+            self._models.drafts, self._requests(kind), times, self._trees(kind), filters=kind.filters
+        )
 
     def _iteration(self, kind: PassKind) -> TargetPass:
         masks = self._models.masks if kind.filters else None

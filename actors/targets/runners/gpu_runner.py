@@ -17,7 +17,6 @@ Legend: R requests, G requests of one iteration, W most tokens of a request.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,9 +31,7 @@ from ....cluster.request.request import MAX_LOGPROBS
 from ....cluster.speculation.draft_tree import TreeSizes
 from ....cluster.step.scheduler_output import IntArray, SchedulerOutput, StepResult, StepTimings
 from ....drafter.compute.memory.kv_cache import PagedKVCache
-from ....drafter.compute.memory.recurrent_state_cache import MAX_SAVES
-from ....drafter.dflash.model import DFlashDrafter
-from ....drafter.step.gpu_triton.inputs.row_layout import NUM_LISTS, DeviceStepRequests, pack
+from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests
 from ....drafter.step.gpu_triton.inputs.transfers import (
     MAX_IN_FLIGHT,
     PendingResult,
@@ -42,17 +39,17 @@ from ....drafter.step.gpu_triton.inputs.transfers import (
     StepOutput,
     Upload,
 )
-from ....drafter.step.gpu_triton.recurrent_states import num_save_values, pack_saves
 from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
-from ....drafter.step.gpu_triton.verification import TrimLists
 from ....drafter.step.sampling.logprobs import num_packed_values
 from ..model.decoder import Decoder
 from .cuda_graphs import PassKind, StepGraphs, StepKinds
-from .device_suffixes import CopyChoice, DeviceSuffixes
-from .device_trees import TreeMemory
+from .drafts.device_suffixes import CopyChoice, DeviceSuffixes, HostCopies
+from .drafts.device_trees import TreeMemory
+from .drafts.draft_source import Drafter
 from .grammar_masks import DeviceGrammarMasks
 from .logprobs import Computed, RequestedLogprobs
-from .runner_interface import Drafter, ReadsMeter
+from .plan_layout import PlanLayout
+from .runner_interface import ReadsMeter
 from .step_passes import DeviceModels, TargetPass
 
 if TYPE_CHECKING:
@@ -123,31 +120,33 @@ class GpuModelRunner:
     ) -> None:
         self._guide, self._suffixes, self._captures = guide, suffixes, captures
         self._kinds = StepKinds(max_requests, num_drafts, max_rows, tree)
-        self._capacity, self._num_drafts = DeviceStepRequests.list_length(max_requests), num_drafts
-        # Decoding requests, prompts, and, with trees, decoding requests with the rows of their blocks.
-        states, lists = models.states, (2 if tree is None else 3, NUM_LISTS, self._capacity)
-        trim_sizes = (self._capacity, num_drafts, 0 if tree is None else tree.width)
-        num_saves = 0 if models.recurrent is None else 2 * num_save_values(self._capacity)
-        num_margins = 0 if suffixes is None else suffixes.num_rows
-        sizes = (math.prod(lists), TrimLists.num_values(*trim_sizes), num_saves, num_margins)
-        self._upload = Upload(states.arena, sum(sizes), states.max_changes)
-        list_values, trim_values, save_values, margins = self._upload.values.split(sizes)
-        if suffixes is not None:
-            models = replace(models, copied_margins_N=margins.view(torch.float32))
-        self._decoding, self._prompts, *blocks = list_values.view(lists).unbind(0)
-        trim = TrimLists.views_of(trim_values, *trim_sizes)
-        if tree is not None and (source := models.drafter or models.remote) is not None:
-            lists, num_kept = (self._decoding, blocks[0]), 0 if guide is None else self._kinds.max_block_rows
-            memory = TreeMemory.build(tree, max_requests, lists, trim, source.config, num_kept)
+        self._layout = layout = PlanLayout(
+            max_requests,
+            num_drafts,
+            tree,
+            saves_states=models.recurrent is not None,
+            num_margins=0 if suffixes is None else suffixes.num_rows,
+        )
+        states = models.memory.states
+        self._upload = Upload(states.arena, layout.num_values, states.max_changes)
+        values, trim = self._upload.values, layout.trim(self._upload.values)
+        self._decoding, self._prompts = layout.part(values, "decoding"), layout.part(values, "prompts")
+        # Index 0 is for decoding requests, index 1 for prompts.
+        self._saves = layout.part(values, "saves")
+        self._copies = HostCopies(layout.part(values, "margins").view(torch.float32), models.memory)
+        if suffixes is not None and not models.drafts.has_context:
+            models = replace(models, drafts=self._copies)
+        if tree is not None and (config := models.drafts.tree_config) is not None:
+            lists = self._decoding, layout.part(values, "blocks")
+            num_kept = 0 if guide is None else self._kinds.max_block_rows
+            memory = TreeMemory.build(tree, max_requests, lists, trim, config, num_kept)
             models = replace(models, trees=memory)
         self.models = models
-        # Index 0 is for decoding requests, index 1 for prompts.
-        self._saves = save_values.view(2, 2, self._capacity if num_saves else 0, MAX_SAVES)
         max_outcome = max(StepOutput.num_values(*kind.outcome_shape) for kind in self._kinds.all())
         self._vocab_size = models.target.spec.vocab_size
         max_logprobs = max_rows * num_packed_values(MAX_LOGPROBS, self._vocab_size)
         self._outcomes = ResultCopier(
-            max_outcome + StepOutput.num_values(max_requests, 1) + max_logprobs, models.device
+            max_outcome + StepOutput.num_values(max_requests, 1) + max_logprobs, models.target.device
         )
         self._graphs = StepGraphs(models, self._decoding, trim, self._outcomes.values)
         self._pending, self._expert_reads = deque[_Pending](), ReadsMeter(models.target)
@@ -160,21 +159,16 @@ class GpuModelRunner:
         decoding, prompts = np.flatnonzero(decodes_R), np.flatnonzero(~decodes_R)
         if self._guide is not None and plan.admitted:
             self._guide.admit(plan)
-        lists = [self._pack(plan, requests_G) for requests_G in (decoding, prompts)]
-        factors: tuple[float, ...] = ()
-        if (trees := self.models.trees) is not None:
-            lists.append(self._pack(plan.with_num_drafts(plan.block_drafts), decoding))
-            factors = trees.factors(plan)
-        lists.append(TrimLists.pack(plan.trim, decoding, self._capacity, self._num_drafts, factors))
-        recurrent = self.models.recurrent
-        if recurrent is not None:
-            lists += [pack_saves(plan, requests_G, self._capacity) for requests_G in (decoding, prompts)]
-        changes = self.models.states.changes(plan)
+        uploaded, trees, recurrent = (
+            self._layout.pack(plan, decoding, prompts),
+            self.models.trees,
+            self.models.recurrent,
+        )
+        changes = self.models.memory.states.changes(plan)
         if self._suffixes is not None:
             copies = self._suffixes.copy(plan, decoding)
-            lists.append(copies.margins_N.view(np.int32))
-            changes = np.concatenate((changes, self.models.states.draft_changes(*copies[:3])))
-        uploaded = np.concatenate(lists, axis=None)
+            self._layout.write_margins(uploaded, copies.margins_N)
+            changes = np.concatenate((changes, self.models.memory.states.draft_changes(*copies[:3])))
         self._upload.send(uploaded, changes)
         if recurrent is not None:
             recurrent.admit(plan)
@@ -198,11 +192,11 @@ class GpuModelRunner:
             passes.append(Computed(prompts.tolist(), hidden_NH, rows_RW1, None, None))
             num_values += share.num_values
         logprob_rows = None
-        if models.states.logprob_slots.in_use:
-            logprob_rows = RequestedLogprobs.of(plan, models.states, self._vocab_size)
+        if models.memory.states.logprob_slots.in_use:
+            logprob_rows = RequestedLogprobs.of(plan, models.memory.states, self._vocab_size)
         if logprob_rows is not None:
             place = values[num_values : num_values + logprob_rows.num_values]
-            place.copy_(logprob_rows.launch(plan, passes, models.target, models.states))
+            place.copy_(logprob_rows.launch(plan, passes, models.target, models.memory.states))
             num_values += logprob_rows.num_values
         copied = CopyChoice() if self._suffixes is None else self._suffixes.choice
         arrival = self._outcomes.copy_to_host(num_values)
@@ -253,7 +247,7 @@ class GpuModelRunner:
             StepTimings(**seconds),
             *logprobs,
             num_drafts=None if plan.trim is None and plan.tree is None else num_drafts,
-            margins=margins if maximum and models.has_margins else None,
+            margins=margins if maximum and models.drafts.has_margins else None,
             trees=learned,
             tree_gain=gain,
             expert_reads=reads,
@@ -265,48 +259,42 @@ class GpuModelRunner:
         self.submit(plan)
         return self.collect()
 
-    def _pack(self, plan: SchedulerOutput, requests_G: Indices) -> IntArray:
-        slots_G, rows_G, drafts_G = (x[requests_G] for x in (plan.slots, plan.num_rows, plan.num_drafts))
-        return pack(slots_G, rows_G, drafts_G, plan.samples[requests_G], self._capacity)
-
     def _decode(self, plan: SchedulerOutput, requests_G: Indices, uploaded: IntArray) -> _Share:
-        """Run the passes of decoding requests; `uploaded` are the step's integers, copies' margins last."""
+        """Run the passes of decoding requests; `uploaded` are the step's integers."""
         filters, guide = self._filters(plan, requests_G), self._guide_of(plan, requests_G)
         block, kind = self._kinds.of(plan, requests_G, filters=filters or guide is not None)
-        trees, remote, walks = self.models.trees, self.models.remote, None
+        trees, drafts, walks = self.models.trees, self.models.drafts, None
         if block is not None:
-            if remote is not None:
-                step_trees = None if trees is None else trees.of_requests(block.num_requests)
-                remote.receive(block.num_rows, step_trees, has_grammars=guide is not None)
+            step_trees = None if trees is None else trees.of_requests(block.num_requests)
+            drafts.receive(block.num_rows, step_trees, has_grammars=guide is not None)
             self._draft(plan, requests_G, block, uploaded)
         memory, masks = self.models.masks, None
         if guide is not None and memory is not None:
             if block is not None and trees is not None:
-                walks = guide.restrict(plan, requests_G, trees, self.models.communicator)
+                walks = guide.restrict(plan, requests_G, trees, self.models.memory.communicator)
             masks = guide.masks(plan, requests_G, self._graphs.verified(kind), walks)
             if masks is not None:
                 memory.write(masks)
         self._graphs.replay(kind)
-        if remote is not None and kind.writes_context:
-            num_rows = kind.num_context_rows
-            remote.send(self._graphs.num_context_drafts(kind), num_rows, num_rows)
+        if kind.writes_context:
+            drafts.send(kind.num_requests, kind.num_context_rows, kind.num_context_rows)
         if masks is not None and memory is not None:
             memory.clear()  # once the pass has read them
         return _Share(requests_G, self._graphs.parts(kind), kind.outcome_shape)
 
     def _draft(self, plan: SchedulerOutput, requests_G: Indices, block: PassKind, uploaded: IntArray) -> None:
         """Run the drafter's pass, or take copies: instead of it, or after it for some requests."""
-        suffixes, models = self._suffixes, self.models
+        suffixes, memory = self._suffixes, self.models.memory
         if suffixes is None or suffixes.choice.is_copied_R is None:
             return self._graphs.replay(block)
         if suffixes.choice.is_pass_skipped:
-            return self._graphs.drafting(block).replace_by_copies()
+            return self._graphs.drafting(block).replace_by(self._copies)
         self._graphs.replay(block)
-        copies = suffixes.mix(plan, requests_G, models.states.tables.token_ids, models.workspace.margins_N)
+        copies = suffixes.mix(plan, requests_G, memory.states.tables.token_ids, memory.workspace.margins_N)
         if copies is not None:
-            uploaded[-suffixes.num_rows :] = copies.margins_N.view(np.int32)
-            self._upload.send(uploaded, models.states.draft_changes(*copies[:3]))
-        self._graphs.drafting(block).end_on_host(copies=copies is not None)
+            self._layout.write_margins(uploaded, copies.margins_N)
+            self._upload.send(uploaded, memory.states.draft_changes(*copies[:3]))
+        self._graphs.drafting(block).end_with(None if copies is None else self._copies)
 
     def _prefill(self, plan: SchedulerOutput, requests_G: Indices, offset: int) -> tuple[_Share, Tensor]:
         """Launch the prompts' rows and return their hidden states.
@@ -321,7 +309,7 @@ class GpuModelRunner:
         filters = self._filters(plan, requests_G)
         guide, masks = self._guide_of(plan, requests_G), None
         if guide is not None and (found := guide.masks(plan, requests_G, requests)) is not None:
-            masks = DeviceMasks.of(found, num_sampled, self.models.device)
+            masks = DeviceMasks.of(found, num_sampled, self.model.device)
         saves = None if plan.saves is None or self.models.recurrent is None else self._saves[1]
         pass_ = TargetPass(
             self.models,
@@ -333,8 +321,8 @@ class GpuModelRunner:
             saves=saves,
         )
         hidden_NH = pass_.run()
-        if self.models.remote is not None and plan.writes_context:
-            self.models.remote.send(requests.num_drafts_R, num_sampled, requests.num_rows)
+        if plan.writes_context:
+            self.models.drafts.send(num_requests, num_sampled, requests.num_rows)
         return _Share(requests_G, pass_.parts, (num_requests, 1, 0)), hidden_NH
 
     def _guide_of(self, plan: SchedulerOutput, requests_G: Indices) -> DeviceGrammarMasks | None:
@@ -344,7 +332,7 @@ class GpuModelRunner:
         return self._guide if self._guide.holds(plan, requests_G) else None
 
     def _filters(self, plan: SchedulerOutput, requests_G: Indices) -> bool:
-        return self.models.states.filters(plan.slots[requests_G])
+        return self.models.memory.states.filters(plan.slots[requests_G])
 
     @property
     def model(self) -> Decoder:
@@ -367,16 +355,11 @@ class GpuModelRunner:
     @torch.inference_mode()
     def swap_drafter(self, drafter: Drafter) -> None:
         """Replace the drafter, and capture the graphs again, as they hold the old drafter's weights."""
-        if self.models.device.type == "cuda":
-            torch.cuda.synchronize(self.models.device)
-        if isinstance(drafter, DFlashDrafter):
-            models = replace(self.models, drafter=drafter)
-        else:
-            assert self.models.chains is not None, "the new drafter has the kind of the old one"
-            models = replace(self.models, chains=replace(self.models.chains, drafter=drafter))
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        self.models = replace(self.models, drafts=self.models.drafts.with_drafter(drafter))
         if self._suffixes is not None:
             self._suffixes.on_drafter_replaced()
-        self.models = models
         self._graphs.rebuild(self.models)
         self.prepare()
 

@@ -24,7 +24,7 @@ from ....cluster.step.scheduler_output import SchedulerOutput
 from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests
 from ....drafter.step.gpu_triton.request_states import DeviceStates
 from ..model.tensor_parallel import Communicator
-from .device_trees import TreeMemory
+from .drafts.device_trees import TreeMemory
 
 if TYPE_CHECKING:
     from ....drafter.grammars.matchers import GrammarStates, StepWalks

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
-
-from torch import Tensor
 
 from ....cluster.step.scheduler_output import ExpertReads, SchedulerOutput, StepResult
 from ....drafter.compute.memory.kv_cache import PagedKVCache
-from ....drafter.dflash.model import DFlashDrafter
-from ....drafter.eagle3.model import Eagle3Drafter
-from ..model.assistant import AssistantDrafter
 from ..model.decoder import Decoder
-from ..model.mtp import MtpDrafter
+from .drafts.draft_source import Drafter
 
 if TYPE_CHECKING:
     from ....drafter.grammars.matchers import GrammarStates
-
-ChainedDrafter = Eagle3Drafter | MtpDrafter | AssistantDrafter
-Drafter = DFlashDrafter | ChainedDrafter
 
 
 class Runner(Protocol):
@@ -64,29 +56,6 @@ class Runner(Protocol):
 
     def swap_drafter(self, drafter: Drafter) -> None:
         """Replace a colocated drafter by another one of the same shape, over the same pages."""
-        ...
-
-
-class RemoteDrafter(Protocol):
-    """The connection to a remote drafter where the device drives the steps; on every rank."""
-
-    def receive(self, memory: Sequence[tuple[Tensor, float]]) -> None:
-        """Write what the drafter has sent to tensors, equal on all ranks, or their values for late drafts.
-
-        Drafts, int64, per row of `lay_out_block`'s blocks, or trees (`DeviceTrees`), int32 [R, E]; margins,
-        fp32, per row; and for grammars the candidates of `StepTrees`.
-        """
-        ...
-
-    def features(self, taps_NmH: Tensor) -> Tensor | None:
-        """Return what the drafter gets of taps [N, H]; None on ranks that send nothing."""
-        ...
-
-    def send(self, num_drafts_R: Tensor, chosen_X: Tensor, features_NH: Tensor) -> None:
-        """Send numbers of drafts, the target's choices (from which it finds accepted drafts), and features.
-
-        Those are of verified drafts, or of the accepted paths of trees.
-        """
         ...
 
 

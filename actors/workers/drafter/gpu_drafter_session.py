@@ -26,25 +26,23 @@ from ....cluster.step.scheduler_output import SchedulerOutput
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.step.gpu_triton.inputs.row_layout import (
-    NUM_LISTS,
     DeviceStepRequests,
-    Ints,
     lay_out_block,
     lay_out_rows,
-    pack,
     write_drafts,
 )
 from ....drafter.step.gpu_triton.inputs.transfers import Upload
 from ....drafter.step.gpu_triton.request_states import DeviceStates
 from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
-from ....drafter.step.gpu_triton.verification import TrimLists, accept_and_advance
+from ....drafter.step.gpu_triton.verification import accept_and_advance
 from ...targets.loading.executor_info import device_limits
 from ...targets.loading.load_plan import LoadPlan
 from ...targets.model.tensor_parallel import SingleRank
 from ...targets.runners.cuda_graphs import LazyGraphs, PassKind, StepKinds
-from ...targets.runners.device_trees import TreeMemory
-from ...targets.runners.draft_pass import BlockPass
-from ...targets.runners.step_passes import DraftingModels
+from ...targets.runners.drafts.device_blocks import BlockPass
+from ...targets.runners.drafts.device_trees import TreeMemory
+from ...targets.runners.drafts.draft_source import StepMemory
+from ...targets.runners.plan_layout import PlanLayout
 from ..shm.tensor_mailbox import Kinds
 
 
@@ -71,56 +69,38 @@ class GpuDrafterSession:
         max_requests, _ = device_limits(plan)
         size = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
         states = DeviceStates(*size, device, plan.pages)
-        self._num_drafts = plan.num_speculative_tokens
-        self._kinds = StepKinds(max_requests, self._num_drafts, plan.max_num_batched_tokens, tree)
-        self._max_rows = DeviceStepRequests.list_length(max_requests)
-        # Decoding requests; with trees also with the rows of their blocks, and what trees grow by.
-        lists = (1 if tree is None else 2, NUM_LISTS, self._max_rows)
-        trim_sizes = (self._max_rows, self._num_drafts, 0 if tree is None else tree.width)
-        num_values = int(np.prod(lists)), 0 if tree is None else TrimLists.num_values(*trim_sizes)
-        self._upload = Upload(states.arena, sum(num_values) + NUM_LISTS * self._max_rows, states.max_changes)
+        sizes = max_requests, plan.num_speculative_tokens, plan.max_num_batched_tokens
+        self._kinds = StepKinds(*sizes, tree)
+        self._layout = layout = PlanLayout(max_requests, plan.num_speculative_tokens, tree)
+        self._upload = Upload(states.arena, layout.num_values, states.max_changes)
         self._open: dict[int, _Open] = {}
         self._graphs = LazyGraphs(device)
         rows = self._kinds.rows[-1]
         # What the passes of decoding requests read and write.
-        self._values = torch.zeros(sum(num_values), dtype=torch.int32, device=device)
-        list_values, trim_values = self._values.split(num_values)
-        self._decoding_LW, *blocks = list_values.view(lists).unbind(0)
-        self._blocks_LW = blocks[0] if blocks else self._decoding_LW
+        self._values = values = torch.zeros(layout.end("trim"), dtype=torch.int32, device=device)
+        self._decoding_LW, blocks_LW = layout.part(values, "decoding"), layout.part(values, "blocks")
+        self._blocks_LW = self._decoding_LW if tree is None else blocks_LW
         self._drafts_N = torch.zeros(rows, dtype=torch.int64, device=device)
         self._margins_N = torch.zeros(rows, dtype=torch.float32, device=device)
         self._num_drafts_R = torch.zeros(max_requests, dtype=torch.int32, device=device)
         self._chosen_N = torch.zeros(rows, dtype=torch.int64, device=device)
         self._features_NH = torch.zeros(rows, drafter.config.hidden_size, dtype=drafter.dtype, device=device)
-        trees = None
+        self._trees: TreeMemory | None = None
         if tree is not None:
-            both, trim = (self._decoding_LW, self._blocks_LW), TrimLists.views_of(trim_values, *trim_sizes)
-            num_kept = self._kinds.max_block_rows
-            trees = TreeMemory.build(tree, max_requests, both, trim, drafter.config, num_kept)
+            both, num_kept = (self._decoding_LW, self._blocks_LW), self._kinds.max_block_rows
+            of_plan = both, layout.trim(values)
+            self._trees = TreeMemory.build(tree, max_requests, *of_plan, drafter.config, num_kept)
         self._drafter, self._states, self._cache = drafter, states, cache
-        self._models = DraftingModels(
-            drafter=drafter,
-            draft_cache=cache,
-            states=states,
-            workspace=SamplingWorkspace.build(self._kinds.max_block_rows, plan.target.vocab_size, device),
-            communicator=SingleRank(),
-            trees=trees,
-        )
+        workspace = SamplingWorkspace.build(self._kinds.max_block_rows, plan.target.vocab_size, device)
+        self._memory = StepMemory(states, workspace, SingleRank())
 
     def begin(self, plan: SchedulerOutput) -> None:
         decodes_R = _decodes(plan)
         decoding, prompts = np.flatnonzero(decodes_R), np.flatnonzero(~decodes_R)
-        lists = [self._pack(plan, decoding)]
-        if (trees := self._models.trees) is not None:
-            lists.append(self._pack(plan.with_num_drafts(plan.block_drafts), decoding))
-            factors = trees.factors(plan)
-            lists.append(TrimLists.pack(plan.trim, decoding, self._max_rows, self._num_drafts, factors))
-        lists.append(self._pack(plan, prompts))
-        self._upload.send(np.concatenate(lists, axis=None), self._states.changes(plan))
+        self._upload.send(self._layout.pack(plan, decoding, prompts), self._states.changes(plan))
         # A later plan may overwrite the upload before this one has ended.
-        values, prompts_LW = self._upload.values.clone().split(
-            (len(self._values), NUM_LISTS * self._max_rows)
-        )
+        uploaded = self._upload.values.clone()
+        values, prompts_LW = uploaded[: len(self._values)], self._layout.part(uploaded, "prompts")
         block = target = requests = None
         if len(decoding):
             filters = self._states.filters(plan.slots[decoding])
@@ -128,7 +108,7 @@ class GpuDrafterSession:
         if len(prompts):
             spans = (plan.num_computed[prompts], plan.num_rows[prompts])
             num_sampled = int(plan.samples[prompts].sum())
-            requests = DeviceStepRequests.prompts(prompts_LW.view(NUM_LISTS, -1), *spans, num_sampled)
+            requests = DeviceStepRequests.prompts(prompts_LW, *spans, num_sampled)
         self._open[plan.step] = _Open(values, block, target, requests)
 
     def draft(self, plan: SchedulerOutput, *, has_grammars: bool = False) -> Sequence[Tensor]:
@@ -138,7 +118,7 @@ class GpuDrafterSession:
         they grew from. All are valid until the next pass.
         """
         step = self._open[plan.step]
-        kind, trees = step.block, self._models.trees
+        kind, trees = step.block, self._trees
         assert kind is not None, "draft() is called for plans with drafts"
         self._values.copy_(step.values)
         self._graphs.run(kind, partial(self._run_block, kind))
@@ -180,7 +160,7 @@ class GpuDrafterSession:
             buffers = self._num_drafts_R, self._chosen_N, self._features_NH
             for buffer, value in zip(buffers, values, strict=True):
                 buffer[: len(value)].copy_(value)
-            if step.block is not None and self._models.trees is None and not followed:
+            if step.block is not None and self._trees is None and not followed:
                 tables = self._states.tables
                 block = lay_out_block(self._requests_of(step.block), tables, mask_id=0)
                 write_drafts(torch.zeros_like(block.token_ids_N), block, tables)
@@ -193,9 +173,10 @@ class GpuDrafterSession:
             del self._open[plan.step]
 
     def _run_block(self, kind: PassKind) -> None:
-        memory = self._models.trees
+        memory = self._trees
         trees = None if memory is None else memory.of_requests(kind.num_requests)
-        block = BlockPass(self._models, self._requests_of(kind), trees, filters=kind.filters)
+        of_step = self._memory, self._requests_of(kind), trees
+        block = BlockPass(self._drafter, self._cache, *of_step, filters=kind.filters)
         chosen_N, margins_N = block.run()
         if trees is None:
             self._drafts_N[: kind.num_rows].copy_(chosen_N)
@@ -223,10 +204,6 @@ class GpuDrafterSession:
     def _requests_of(self, kind: PassKind) -> DeviceStepRequests:
         lists_LW = self._blocks_LW if kind.drafts else self._decoding_LW
         return DeviceStepRequests.decoding(lists_LW, kind.num_requests, kind.width, kind.num_rows)
-
-    def _pack(self, plan: SchedulerOutput, requests_G: np.ndarray) -> Ints:
-        slots_G, rows_G, drafts_G = (x[requests_G] for x in (plan.slots, plan.num_rows, plan.num_drafts))
-        return pack(slots_G, rows_G, drafts_G, plan.samples[requests_G], self._max_rows)
 
 
 def _with_num_drafts(requests: DeviceStepRequests, num_drafts_R: Tensor) -> DeviceStepRequests:

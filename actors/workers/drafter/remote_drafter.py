@@ -42,7 +42,7 @@ from ...targets.loading.executor_info import num_tree_values
 from ...targets.loading.load_plan import LoadPlan
 from ...targets.loading.operator_factory import own_backend
 from ...targets.model.tensor_parallel import Communicator
-from ...targets.runners.colocated_drafter import broadcast_proposals
+from ...targets.runners.drafts.colocated_drafter import broadcast_proposals
 from ...targets.runners.runner_interface import Runner
 from ..shm.endpoint import SpinWaiter
 from ..shm.tensor_mailbox import Kinds

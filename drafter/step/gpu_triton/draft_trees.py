@@ -2,7 +2,7 @@
 
 Triton version of `cluster/speculation/draft_tree.py`. The host reads nothing and grids follow from shapes, so
 all of it can be captured in a CUDA graph; a tree's shape is data. A chain is a tree with factors of 0 from
-the second best candidate on. Called by `actors/targets/runners/device_trees.py`; `tree_rows.py` verifies.
+the second best candidate on. Called by `targets/runners/drafts/device_trees.py`; `tree_rows.py` verifies.
 
     candidates ─▶ scores [X, P, C] ─▶ chances, places [X, P, W] ─▶ nodes [R, M] ─▶ trimmed ─▶ paths [N, D]
 

@@ -2,7 +2,7 @@
 
 Triton version of `DraftTrees.accept`, and of its paths and positions, in `../inputs/draft_trees.py`, which
 explains rows, parents and paths. Nothing is read by the host, as in `draft_trees.py`, which grows them.
-Called by `actors/targets/runners/device_trees.py`.
+Called by `actors/targets/runners/drafts/device_trees.py`.
 
 Legend: R requests, M most nodes, N rows of the target's pass, G page groups, D most rows of a path, P most
 rows of all paths.

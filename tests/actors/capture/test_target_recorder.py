@@ -15,7 +15,7 @@ from manta.actors.capture.target_outputs import OutputLayout, SequenceOutputs
 from manta.actors.capture.target_recorder import RecordingExecutor, TargetRecorder
 from manta.actors.engine.uniproc_executor import InProcessExecutor
 from manta.actors.targets.families import read_model
-from manta.actors.targets.runners.cpu_runner import DraftSource
+from manta.actors.targets.runners.drafts.draft_source import DraftSource
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.step.scheduler_output import SchedulerOutput

@@ -109,7 +109,7 @@ def test_a_rejected_draft_with_nan_ends_no_request_but_a_prompts_nan_does(
     first = twins.run([0, 0], [len(prompt), 3], [0, 0], admitted=enter, samples=[True, False])
     assert first.token_ids[:, 0].tolist() == [prompt[2], scheduler_output.NOT_A_NUMBER]
     assert first.num_tokens.tolist() == [1, 0]
-    twins.device.models.states.tables.token_ids[0, 3] = BROKEN  # as if a drafter proposed it
+    twins.device.models.memory.states.tables.token_ids[0, 3] = BROKEN  # as if a drafter proposed it
     twins.host.states.token_ids[0, 3] = BROKEN
     second = twins.run([len(prompt)], [4], [3])
     assert second.num_tokens.tolist() == [1] and second.token_ids[0, 0] >= 0

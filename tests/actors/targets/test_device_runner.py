@@ -15,7 +15,7 @@ import pytest
 import torch
 from manta.actors.targets.families import read_model
 from manta.actors.targets.runners.cuda_graphs import PassKind, StepKinds
-from manta.actors.targets.runners.tp_sampling import best_of_ranks
+from manta.actors.targets.runners.drafts.tp_sampling import best_of_ranks
 from manta.cluster.errors import ConfigError
 from manta.cluster.step.scheduler_output import Trim
 from support.checkpoints.drafters import EAGLE3, deepspec_gemma4, drafter_tensors, write_drafter

@@ -27,6 +27,7 @@ from support.checkpoints.drafters import EAGLE3, write_drafter
 from support.checkpoints.tiny import make_tiny_drafter, make_tiny_target
 from support.engines.device_engines import SMALL_STATES, opened
 from support.engines.devices import DEVICE, ON_GPU
+from support.waiting import wait_until
 
 KIND = RecurrentStateSpec(num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=3, taps=3)
 NUM_STATES, NUM_SLOTS, MAX_DRAFTS, ROOM = 6, 3, 3, 8
@@ -154,10 +155,12 @@ def test_ranks_and_a_split_drafter_change_no_token(
     spec = {"model": str(drafter), "num_speculative_tokens": 2, "adaptive": False, "placement": placement}
     settings = {"speculative_config": spec, "tensor_parallel_size": ranks, "async_scheduling": True}
     with opened(target, drafter, "triton", **settings) as llm:
-        assert tokens(llm, params) == expected
-        assert tokens(llm, params) == expected  # from states that were saved
-        stats = llm.stats()
-    assert stats.num_drafts > 0 and stats.prefix_cache_hits > 0
+
+        def starts_from_saved_states() -> bool:
+            assert tokens(llm, params) == expected
+            return llm.stats().prefix_cache_hits > 0 < llm.stats().num_drafts
+
+        wait_until(starts_from_saved_states)  # on a busy machine a split drafter is lost, and its context
 
 
 @pytest.mark.slow

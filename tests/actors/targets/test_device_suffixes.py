@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from manta.actors.targets.model.tensor_parallel import SingleRank
-from manta.actors.targets.runners.device_suffixes import Copies, DeviceSuffixes
+from manta.actors.targets.runners.drafts.device_suffixes import Copies, DeviceSuffixes
 from manta.drafter.suffix.mixing import SuffixMixer
 from manta.drafter.suffix.proposer import SuffixProposer
 from support.engines.steps import Steps

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from manta.actors.engine.uniproc_executor import InProcessExecutor, make_executor
-from manta.actors.targets.runners.colocated_drafter import ColocatedDrafter
-from manta.actors.targets.runners.cpu_runner import CpuModelRunner, DraftSource
+from manta.actors.targets.runners.cpu_runner import CpuModelRunner
+from manta.actors.targets.runners.drafts.colocated_drafter import ColocatedDrafter
+from manta.actors.targets.runners.drafts.draft_source import DraftSource
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import EngineDeadError

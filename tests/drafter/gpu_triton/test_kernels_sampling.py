@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from manta.actors.targets.runners.tp_sampling import surest_of_ranks
+from manta.actors.targets.runners.drafts.tp_sampling import surest_of_ranks
 from manta.drafter.step.gpu_triton.sampling.sampler import (
     DeviceSamplingMetadata,
     SamplingWorkspace,

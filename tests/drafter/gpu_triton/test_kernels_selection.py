@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from manta.actors.targets.runners.tp_sampling import candidates_of_ranks
+from manta.actors.targets.runners.drafts.tp_sampling import candidates_of_ranks
 from manta.drafter.compute.blocks import convolve
 from manta.drafter.compute.gpu_triton.delta_net.dynamic_convolution import convolve as convolve_in_kernel
 from manta.drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace

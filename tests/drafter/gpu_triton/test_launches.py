@@ -25,7 +25,7 @@ from manta.actors.targets.families import read_model
 from manta.actors.targets.model.decoder import Decoder
 from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
 from manta.actors.targets.model.weights import TargetWeights
-from manta.actors.targets.runners.tp_sampling import best_of_ranks, surest_of_ranks
+from manta.actors.targets.runners.drafts.tp_sampling import best_of_ranks, surest_of_ranks
 from manta.cluster.hardware.kernel_loops import EXPERT_TILES, PACKED_ROWS, PRODUCT_TILES, ROW_TILE
 from manta.cluster.hardware.layer_shape import ExpertShape
 from manta.cluster.hardware.step_time import (

@@ -11,7 +11,7 @@ import torch
 from manta.actors.targets.families import read_model
 from manta.actors.targets.loading.load_plan import plan_load, why_no_trees
 from manta.actors.targets.model.tensor_parallel import SingleRank
-from manta.actors.targets.runners.device_trees import TreeMemory
+from manta.actors.targets.runners.drafts.device_trees import TreeMemory
 from manta.cluster.request.request import LogitsProcessorParams
 from manta.cluster.speculation.draft_tree import TreeSizes
 from manta.cluster.step.dummy_steps import dummy_step

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 from manta.actors.engine.uniproc_executor import InProcessExecutor
-from manta.actors.targets.runners.colocated_drafter import ColocatedDrafter
 from manta.actors.targets.runners.cpu_runner import CpuModelRunner
-from manta.actors.targets.runners.runner_interface import Drafter
+from manta.actors.targets.runners.drafts.colocated_drafter import ColocatedDrafter
+from manta.actors.targets.runners.drafts.draft_source import Drafter
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.request.request import Request, SamplingParams

@@ -28,6 +28,7 @@ from manta.actors.targets.loading import rank_loader  # noqa: E402
 from manta.actors.targets.loading.load_plan import LoadPlan, plan_models  # noqa: E402
 from manta.actors.targets.model.tensor_parallel import SingleRank  # noqa: E402
 from manta.actors.targets.runners import cuda_graphs  # noqa: E402
+from manta.actors.targets.runners.drafts.device_blocks import DeviceBlocks  # noqa: E402
 from manta.actors.targets.runners.gpu_runner import GpuModelRunner  # noqa: E402
 from manta.actors.targets.runners.runner_interface import Runner  # noqa: E402
 from manta.actors.workers.drafter import remote_drafter  # noqa: E402
@@ -212,8 +213,8 @@ def main(settings: dict[str, Any]) -> None:
         if num_ranks == 1:
             serve(config, plan, runner, info)
         if settings.get("swap"):
-            assert isinstance(runner, GpuModelRunner) and runner.models.drafter is not None
-            runner.swap_drafter(runner.models.drafter)
+            assert isinstance(runner, GpuModelRunner) and isinstance(runner.models.drafts, DeviceBlocks)
+            runner.swap_drafter(runner.models.drafts.drafter)
     report = {
         "used_bytes": recording.memory.most_bytes,
         "allowed_bytes": int(config.gpu_memory_utilization * torch.cuda.mem_get_info()[1]),

@@ -4,8 +4,7 @@
 Drafting runs one pass per token of a chain, with one row for each request that still drafts. Injecting then
 writes the entries of the target's rows. All indices are computed on the device from the participating
 requests, so that no step waits for the host and a step's chain is captured in one graph, as a block is. Rows
-after the last used one are padding: their K/V go to the skip slot, their features to the skip page. Called by
-`step_passes.py`.
+after the last used one are padding: their K/V go to the skip slot, their features to the skip page.
 
     x of the page before ─▶ [link 1] ─▶ token, x ─▶ [link 2] ─▶ token, x ─▶ ..   while any request drafts
     requests   a  b  c      rows a b c              rows a c .                   (b had one draft)
@@ -15,48 +14,54 @@ Legend: R requests, N rows, P pages, m taps, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ....drafter.compute.memory.kv_cache import PagedKVCache
-from ....drafter.eagle3.proposer import ChainDrafter
-from ....drafter.step.gpu_triton.inputs.row_layout import (
+from .....drafter.compute.memory.kv_cache import PagedKVCache
+from .....drafter.dflash.model import DFlashDrafter
+from .....drafter.eagle3.proposer import ChainDrafter
+from .....drafter.step.gpu_triton.inputs.row_layout import (
     DeviceStepRequests,
     DeviceStepRows,
     SlotTables,
     lay_out_rows,
     write_drafts,
 )
-from .tp_sampling import Head
+from .device_trees import StepTrees
+from .draft_source import DeviceDrafts, Drafter, StepMemory, VerifiedRows
+from .tp_sampling import choose_drafts
 
-# Returns a draft and its margin of each row: of a head, hidden states, slots and positions.
-ChooseDrafts = Callable[[Head, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
-
-@dataclass(frozen=True, slots=True)
-class Eagle3Chains:
+class DeviceChains(DeviceDrafts):
     """A drafter of chains, its pages, and the newest feature stored for each page.
 
     Attributes:
         features_PH: the last row is the skip page's.
     """
 
-    drafter: ChainDrafter
-    cache: PagedKVCache
-    features_PH: Tensor
+    has_context = True
 
-    @classmethod
-    def of(cls, drafter: ChainDrafter, cache: PagedKVCache) -> Eagle3Chains:
-        shape = cache.num_pages + 1, drafter.config.hidden_size
-        return cls(drafter, cache, torch.zeros(shape, dtype=drafter.dtype, device=drafter.device))
-
-    def draft(
-        self, requests: DeviceStepRequests, tables: SlotTables, margins_N: Tensor, choose: ChooseDrafts
+    def __init__(
+        self,
+        drafter: ChainDrafter,
+        cache: PagedKVCache,
+        memory: StepMemory,
+        features_PH: Tensor | None = None,
     ) -> None:
-        """Write drafts after the known tokens, and their margins into `margins_N`."""
+        self.drafter, self.cache, self._memory = drafter, cache, memory
+        if features_PH is None:
+            shape = cache.num_pages + 1, drafter.config.hidden_size
+            features_PH = torch.zeros(shape, dtype=drafter.dtype, device=drafter.device)
+        self.features_PH = features_PH
+
+    def with_drafter(self, drafter: Drafter) -> DeviceChains:
+        assert not isinstance(drafter, DFlashDrafter), "the new drafter has the kind of the old one"
+        return DeviceChains(drafter, self.cache, self._memory, self.features_PH)
+
+    def propose(self, requests: DeviceStepRequests, trees: StepTrees | None, *, filters: bool) -> None:
+        tables, margins_N = self._memory.states.tables, self._memory.workspace.margins_N
         num_requests = len(requests.slots_R)
         first_R, begins_R = requests.cu_rows_R1[:-1], _slots(requests)
         x_RH = self._previous_features(tables, requests, tables.num_computed.index_select(0, begins_R))
@@ -76,7 +81,9 @@ class Eagle3Chains:
                 x_NH, normed_NH = self.drafter.forward(rows.token_ids_N, x_NH, places, self.cache, depth)
             next_rows = replace(rows, positions_N=rows.positions_N + 1)
             head_inputs = (normed_NH, next_rows.slots_N, next_rows.positions_N)
-            chosen_N, chosen_margins_N = choose(_FullHead(self.drafter), *head_inputs)
+            chosen_N, chosen_margins_N = choose_drafts(
+                self._memory, _FullHead(self.drafter), *head_inputs, filters=filters
+            )
             write_drafts(chosen_N, next_rows, tables)
             x_RH = x_RH.index_copy(0, owners_N, x_NH)
             # An anchor's margin is unused, so padding's margins are written to the first anchor's.
@@ -108,21 +115,9 @@ class Eagle3Chains:
         _, normed_MH = self.drafter.forward(rows.token_ids_N, states_MH, rows, self.cache, depth)
         return normed_MH.index_select(0, (ends_R[owners_N] - 1).clamp(min=0))
 
-    def inject(
-        self,
-        requests: DeviceStepRequests,
-        rows: DeviceStepRows,
-        taps_NmH: Tensor,
-        num_tokens_R: Tensor,
-        tables: SlotTables,
-    ) -> None:
-        """Write entries of the target's rows, and keep the newest features.
-
-        Args:
-            requests: with the drafts that were verified.
-            num_tokens_R: tokens that the step produced; the requests have already advanced.
-        """
-        parts, first_R = [self.drafter.features(taps_NmH)], requests.cu_rows_R1[:-1].long()
+    def inject(self, verified: VerifiedRows) -> None:
+        requests, rows, tables = verified.requests, verified.rows, self._memory.states.tables
+        parts, first_R = [self.drafter.features(verified.taps_NmH)], requests.cu_rows_R1[:-1].long()
         num_rows, size = parts[0].shape
         positions_R = rows.positions_N.index_select(0, first_R.clamp(max=num_rows - 1))
         firsts_R = first_R.masked_fill(requests.cu_rows_R1.diff() == 0, num_rows)
@@ -130,7 +125,7 @@ class Eagle3Chains:
             before_NH = torch.cat((parts[-1][:1], parts[-1]))  # of the row before; the last one is unused
             parts.append(before_NH.index_copy_(0, firsts_R, stored_RH)[:-1])
         self.drafter.write_entries(rows.token_ids_N, torch.cat(parts[1:], dim=1), rows, self.cache)
-        self._store_features(torch.cat(parts[:-1], dim=1), requests, rows, num_tokens_R)
+        self._store_features(torch.cat(parts[:-1], dim=1), requests, rows, verified.num_tokens_R)
 
     def _previous_features(self, tables: SlotTables, requests: DeviceStepRequests, first_R: Tensor) -> Tensor:
         """Return the features [R, H] of the position before each request's first row; zeros at the start."""

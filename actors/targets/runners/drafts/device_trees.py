@@ -21,17 +21,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....cluster.speculation.draft_tree import Restriction, TreeSizes
-from ....cluster.speculation.draft_trimming import tree_gain
-from ....cluster.step.scheduler_output import IntArray, SchedulerOutput, TreeGain, TreeOutcome, TreeShape
-from ....drafter.dflash.config import DrafterConfig
-from ....drafter.step.gpu_triton.draft_trees import DeviceTrees
-from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests
-from ....drafter.step.gpu_triton.verification import TrimLists
-from ....drafter.step.inputs.draft_trees import AcceptedPaths, DraftTrees
-from ....drafter.step.inputs.proposals import BlockCandidates, Proposals
-from ....drafter.step.sampling.tree_growth import grow_trees
-from ..model.tensor_parallel import Communicator
+from .....cluster.speculation.draft_tree import Restriction, TreeSizes
+from .....cluster.speculation.draft_trimming import tree_gain
+from .....cluster.step.scheduler_output import IntArray, SchedulerOutput, TreeGain, TreeOutcome, TreeShape
+from .....drafter.dflash.config import DrafterConfig
+from .....drafter.step.gpu_triton.draft_trees import DeviceTrees
+from .....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests
+from .....drafter.step.gpu_triton.verification import TrimLists
+from .....drafter.step.inputs.draft_trees import AcceptedPaths, DraftTrees
+from .....drafter.step.inputs.proposals import BlockCandidates, Proposals
+from .....drafter.step.sampling.tree_growth import grow_trees
+from ...model.tensor_parallel import Communicator
 
 Indices = NDArray[np.intp]
 
@@ -106,10 +106,6 @@ class TreeMemory:
             candidates = torch.empty(num_kept, count, dtype=torch.int64, device=device), scores_NPC
         trees = DeviceTrees.build(max_requests, sizes, device)
         return cls(sizes, trees, *lists, trim, config.anchor_distance, candidates)
-
-    def factors(self, plan: SchedulerOutput) -> tuple[float, ...]:
-        """Return `TreeShape.factors` of a plan, of which some cut all branches if it has chains."""
-        return (1.0, *[0.0] * (self.sizes.width - 1)) if plan.tree is None else plan.tree.factors
 
     def of_requests(self, num_requests: int) -> StepTrees:
         """Return the trees of the first requests."""

@@ -1,20 +1,24 @@
-"""Collectives by which all ranks get the same tokens on a device: of a split head the best local choice wins.
+"""Choices of tokens on a device, equal on all ranks: of a split head the best local choice wins.
 
-Called by `step_passes.py` for the target's rows, and for drafts, which have margins.
+Called by `step_passes.py` for the target's rows, and for drafts, which have margins, by `drafts/`.
 
 Legend: N rows, X rows that sample a token, K candidates of a row, U vocabulary of a rank, V of all.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from ....drafter.step.gpu_triton.sampling.sampler import margins_between
-from ....drafter.step.gpu_triton.sampling.selector import Candidates
-from ..model.tensor_parallel import Communicator
+from .....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
+from .....drafter.step.gpu_triton.sampling.sampler import margins_between, sample_rows
+from .....drafter.step.gpu_triton.sampling.selector import Candidates
+from ...model.tensor_parallel import Communicator
+
+if TYPE_CHECKING:
+    from .draft_source import StepMemory
 
 
 class Head(Protocol):
@@ -28,6 +32,79 @@ class Head(Protocol):
     def logits(self, hidden_XH: Tensor, /) -> Tensor: ...
 
     def local_logits(self, hidden_XH: Tensor, /) -> tuple[Tensor, int]: ...
+
+
+def choose(
+    memory: StepMemory,
+    head: Head,
+    hidden_XH: Tensor,
+    slots_X: Tensor,
+    positions_X: Tensor,
+    *,
+    filters: bool,
+    masks: DeviceMasks | None,
+    paths_ND: Tensor | None = None,
+) -> Tensor:
+    """Return the target's token of each row, int64, equal on all ranks.
+
+    With a split head each rank chooses within its part of the vocabulary, and the best choice wins. Filters
+    and masks need all logits on every rank. `paths_ND`: see `apply_rules`.
+    """
+    state, workspace, communicator = memory.states.sampling, memory.workspace, memory.communicator
+    sampling_inputs = (slots_X, positions_X, state)
+    if filters or masks is not None or not head.is_split:
+        logits_XV = head.logits(hidden_XH)
+        chosen_X, _ = sample_rows(
+            logits_XV,
+            *sampling_inputs,
+            filters=filters,
+            workspace=workspace,
+            masks=masks,
+            paths_ND=paths_ND,
+            checks=True,
+        )
+        return chosen_X if communicator.world_size == 1 else communicator.broadcast(chosen_X)
+    logits_XU, first_id = head.local_logits(hidden_XH)
+    ids_X, scores_X = sample_rows(
+        logits_XU, *sampling_inputs, filters=False, workspace=workspace, vocab_start=first_id, checks=True
+    )
+    return best_of_ranks(ids_X, scores_X, communicator)
+
+
+def choose_drafts(
+    memory: StepMemory,
+    head: Head,
+    hidden_NH: Tensor,
+    slots_N: Tensor,
+    positions_N: Tensor,
+    *,
+    filters: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return a draft (int64) and its margin (fp32) for each row, chosen like the target's tokens."""
+    state, workspace, communicator = memory.states.sampling, memory.workspace, memory.communicator
+    seconds_N = torch.empty(len(hidden_NH), dtype=torch.float32, device=hidden_NH.device)
+    is_split, first_id = head.is_split and not filters, 0
+    if is_split:
+        logits, first_id = head.local_logits(hidden_NH)
+    else:
+        logits = head.logits(hidden_NH)
+    ids_N, scores_N = sample_rows(
+        logits,
+        slots_N,
+        positions_N,
+        state,
+        filters=filters,
+        workspace=workspace,
+        vocab_start=first_id,
+        drafts=True,
+        seconds_N=seconds_N,
+    )
+    if is_split:
+        return surest_of_ranks(ids_N, scores_N, seconds_N, communicator)
+    margins_N = margins_between(scores_N, seconds_N)
+    if communicator.world_size == 1:
+        return ids_N, margins_N
+    return first_rank_s(ids_N, margins_N, communicator)
 
 
 def first_rank_s(ids_N: Tensor, margins_N: Tensor, communicator: Communicator) -> tuple[Tensor, Tensor]:

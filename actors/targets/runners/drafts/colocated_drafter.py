@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....cluster.step.scheduler_output import SchedulerOutput
-from ....drafter.step.inputs.proposals import Proposals
-from ....drafter.step.inputs.row_layout import StepRows
-from ....drafter.step.request_states import RequestStates
-from ....drafter.suffix.mixing import SuffixMixer
-from ..model.tensor_parallel import Communicator
-from .runner_interface import Drafter
+from .....cluster.step.scheduler_output import SchedulerOutput
+from .....drafter.step.inputs.proposals import Proposals
+from .....drafter.step.inputs.row_layout import StepRows
+from .....drafter.step.request_states import RequestStates
+from .....drafter.suffix.mixing import SuffixMixer
+from ...model.tensor_parallel import Communicator
+from .draft_source import Drafter
 
 
 class DraftProposer(Protocol):

@@ -1,7 +1,8 @@
 """Suffix decoding where the device drives steps: the host makes copies, alone or beside a drafter.
 
 The host mirrors the requests' tokens from the results, so a step is planned after the last one has ended.
-What the device gets are drafts as changes of its token table, and their margins. Used by `gpu_runner.py`.
+What the device gets are drafts as changes of its token table, and their margins. Used by `gpu_runner.py`;
+to its passes, copies alone are the source `HostCopies`.
 
     copies alone           go up with the plan
     instead of a pass      likewise, and the drafter's pass is left out
@@ -22,13 +23,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....cluster.step.scheduler_output import BoolArray, IntArray, SchedulerOutput
-from ....drafter.step.inputs.proposals import Proposals
-from ....drafter.step.inputs.row_layout import Ints
-from ....drafter.suffix.mixing import SuffixMixer
-from ....drafter.suffix.proposer import SuffixProposer
-from ..model.tensor_parallel import Communicator
+from .....cluster.step.scheduler_output import BoolArray, IntArray, SchedulerOutput
+from .....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests
+from .....drafter.step.inputs.proposals import Proposals
+from .....drafter.step.inputs.row_layout import Ints
+from .....drafter.suffix.mixing import SuffixMixer
+from .....drafter.suffix.proposer import SuffixProposer
+from ...model.tensor_parallel import Communicator
 from .colocated_drafter import broadcast_proposals
+from .device_trees import StepTrees
+from .draft_source import DeviceDrafts, StepMemory
 
 Indices = NDArray[np.integer]
 
@@ -106,6 +110,17 @@ class CopyChoice:
     is_copied_R: BoolArray | None = None
     is_pass_skipped: bool = False
     is_missing_RK: BoolArray | None = None
+
+
+class HostCopies(DeviceDrafts):
+    """Drafts that the host has written; `margins_N`: theirs, fp32, uploaded with the plan."""
+
+    def __init__(self, margins_N: Tensor, memory: StepMemory) -> None:
+        self._margins_N, self._memory = margins_N, memory
+
+    def propose(self, requests: DeviceStepRequests, trees: StepTrees | None, *, filters: bool) -> None:
+        count = requests.num_rows
+        self._memory.workspace.margins_N[:count].copy_(self._margins_N[:count])
 
 
 class DeviceSuffixes:
