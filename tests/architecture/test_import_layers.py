@@ -115,6 +115,7 @@ CHOSEN_LATE = (
     "actors/targets/runners/gpu_runner.py",
     "actors/targets/runners/cuda_graphs.py",
     "actors/targets/runners/grammar_masks.py",
+    "actors/targets/runners/plan_layout.py",
     "actors/targets/runners/step_passes.py",
     "actors/targets/runners/logprobs.py",
     "jobs/doctor/cases/products.py",

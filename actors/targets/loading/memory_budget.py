@@ -134,8 +134,8 @@ def refuse_unaffordable(plan: LoadPlan) -> None:
 
 def _warn_of_weights(plan: LoadPlan) -> None:
     """Warn if the target's weights exceed free memory as they are stored."""
-    if plan.config.quantization is not None:  # they may become smaller
-        return
+    if plan.config.quantization is not None or not plan.target_folder.is_dir():
+        return  # they may become smaller, or are random ones for a config
     size, free = sum(file.stat().st_size for file in weight_files(plan.target_folder)), free_ram_bytes()
     if size > free:
         logger.warning(

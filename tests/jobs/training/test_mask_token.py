@@ -91,7 +91,8 @@ def test_the_shipped_target_has_a_mask(tmp_path: Path) -> None:
 
 
 def test_a_mask_is_decided_before_any_data_is_read(tiny_qwen3: Path, tmp_path: Path) -> None:
-    options = TrainOptions(target=str(tiny_qwen3), folder=tmp_path / "run", data=("nowhere.jsonl",))
+    (data := tmp_path / "data.jsonl").write_text("no JSON\n")
+    options = TrainOptions(target=str(tiny_qwen3), folder=tmp_path / "run", data=(str(data),))
     with pytest.raises(ConfigError, match=r"mask_token_id: .* has no tokenizer .* does not occur in text"):
         train_drafter(options)
     with pytest.raises(ConfigError, match="mask_token_id=128: the target has the tokens 0 to 127"):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from manta.actors.targets.loading.rank_loader import load_runner
 from manta.actors.targets.runners.cpu_runner import CpuModelRunner
+from manta.actors.targets.runners.drafts.draft_source import NoDrafts
 from manta.actors.targets.runners.runner_interface import Runner
 from manta.cluster.config import EngineConfig
 
@@ -68,7 +69,7 @@ def tokens_by_steps(runner: Runner, prompts: list[list[int]], num_steps: int) ->
     admitted = [steps.admit(s, p) for s, p in enumerate(prompts)]
     result = runner.execute(steps.plan(slots, [0] * len(slots), [len(p) for p in prompts], admitted=admitted))
     found = [r[r >= 0].tolist() for r in result.token_ids]
-    drafts = 3 if runner.drafts is not None else 0
+    drafts = 0 if isinstance(runner.drafts, NoDrafts) else 3
     for _ in range(num_steps):
         computed = [len(p) + len(f) - 1 for p, f in zip(prompts, found, strict=True)]
         result = runner.execute(steps.plan(slots, computed, [1 + drafts] * len(slots), [drafts] * len(slots)))
