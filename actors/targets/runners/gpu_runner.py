@@ -159,20 +159,16 @@ class GpuModelRunner:
         decoding, prompts = np.flatnonzero(decodes_R), np.flatnonzero(~decodes_R)
         if self._guide is not None and plan.admitted:
             self._guide.admit(plan)
-        uploaded, trees, recurrent = (
-            self._layout.pack(plan, decoding, prompts),
-            self.models.trees,
-            self.models.recurrent,
-        )
-        changes = self.models.memory.states.changes(plan)
+        models, values, num_values = self.models, self._outcomes.values, 0
+        trees, recurrent = models.trees, models.recurrent
+        uploaded, changes = self._layout.pack(plan, decoding, prompts), models.memory.states.changes(plan)
         if self._suffixes is not None:
             copies = self._suffixes.copy(plan, decoding)
             self._layout.write_margins(uploaded, copies.margins_N)
-            changes = np.concatenate((changes, self.models.memory.states.draft_changes(*copies[:3])))
+            changes = np.concatenate((changes, models.memory.states.draft_changes(*copies[:3])))
         self._upload.send(uploaded, changes)
         if recurrent is not None:
             recurrent.admit(plan)
-        models, values, num_values = self.models, self._outcomes.values, 0
         shares: list[_Share] = []
         passes: list[Computed] = []
         if len(decoding):
