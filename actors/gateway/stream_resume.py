@@ -56,7 +56,7 @@ class ResumePoint:
 
     @classmethod
     def parse(cls, text: str) -> ResumePoint:
-        """Raises RequestError."""
+        """Return the point that an id of `with_id` names. Raises RequestError for any other text."""
         if (found := _POINT.fullmatch(text)) is None or int(found[3]) > MAX_SEED:
             raise RequestError(
                 f"Last-Event-ID: {brief(text)} is no id of an event of this server. Send the id of the last "

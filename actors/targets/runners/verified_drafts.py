@@ -33,7 +33,7 @@ class MoveRows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What a step committed.
+    """The tokens that a step committed.
 
     Attributes:
         token_ids_RW: int64, new tokens, then -1.

@@ -1,1 +1,1 @@
-"""What drafts for a target, on host and device: one class per method behind the same verbs."""
+"""Sources of drafts on host and device: one class per method behind the same verbs."""

@@ -96,7 +96,7 @@ class RemoteDrafter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """What passes of drafters and targets of a rank read and write.
+    """Memory that the passes of a rank's drafter and target read and write.
 
     Attributes:
         workspace: for sampling, over the whole vocabulary or this rank's part of it; the margins of drafts.
@@ -127,7 +127,9 @@ class VerifiedRows:
 
 
 class DeviceDrafts:
-    """Drafts in passes of a device; this one does not. `propose` and `inject` can be captured in graphs.
+    """A source of drafts in passes of a device; `propose` and `inject` can be captured in graphs.
+
+    This class drafts nothing, as in plain decoding.
 
     Attributes:
         has_context: whether `inject` does anything.
