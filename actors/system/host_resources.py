@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import os
 import platform
 import random
 import socket
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from .atomic_files import open_own
 
 _MEMBERSHIP, _MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
 Controller = Literal["cpu", "memory"]
@@ -189,13 +194,36 @@ def _available_bytes() -> int:
 
 
 def free_port() -> int:
-    """Return a free TCP port of the loopback address.
+    """Return a TCP port that is free at every address of this machine.
 
     It is above the ports of Ray's workers (10002 to 19999) and below the system's ephemeral ports (from 32768
-    on Linux), either of which could take it before it is used.
+    on Linux), either of which could take it before it is used. Until this process ends, no other process of
+    this user gets the port from here.
     """
     while True:
         port = random.randrange(20_000, 32_768)
+        if port in _reserved_ports or not _reserve_port(port):
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+            probe.bind(("", port))
             return port
+
+
+_reserved_ports: set[int] = set()
+
+
+def _reserve_port(port: int) -> bool:
+    """Lock the byte of this port in a file; return whether no other process has it locked."""
+    locks = _ports_file()
+    try:
+        fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except OSError:
+        return False
+    _reserved_ports.add(port)
+    return True
+
+
+@functools.cache
+def _ports_file() -> int:
+    """Return the descriptor of the file of locks, which stays open: closing it would release them."""
+    return open_own(Path(tempfile.gettempdir()) / f"manta-ports-{os.getuid()}", os.O_CREAT | os.O_RDWR, 0o600)

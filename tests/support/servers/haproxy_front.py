@@ -124,9 +124,15 @@ class HAProxyFront:
         command = [self._program, "-db", "-f", str(config), "-dR"]
         if self.processes:
             command += ["-sf", str(self.processes[-1].pid), "-x", str(self._node / "admin.sock")]
-        with (self.folder.path / "log").open("ab") as log:
-            self.processes.append(subprocess.Popen(command, stderr=log, env=self._environment))
-        wait_until(lambda: self.reported_pid() == self.processes[-1].pid)
+        log = self.folder.path / "log"
+        with log.open("ab") as stderr:
+            started = subprocess.Popen(command, stderr=stderr, env=self._environment)
+        self.processes.append(started)
+        wait_until(
+            lambda: self.reported_pid() == started.pid,
+            what=log.read_text,
+            is_running=lambda: started.poll() is None,
+        )
 
     def serve(self, replicas: list[Replica]) -> None:
         """Start it, and return once a replica answers through it."""
