@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from tqdm import tqdm
 
 from ..cluster.config import EngineConfig
-from ..cluster.engine.engine_core import EngineCore, EngineStats, SequenceUpdate
+from ..cluster.engine.engine_core import EngineCore, SequenceUpdate
+from ..cluster.engine.engine_stats import EngineStats
 from ..cluster.errors import ENDINGS, MantaError, RequestError, brief
 from ..cluster.request.request import FinishReason, SamplingParams
 from ..cluster.step.executor import ExecutorInfo

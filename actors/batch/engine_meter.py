@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ...cluster.engine.engine_core import EngineStats
+from ...cluster.engine.engine_stats import EngineStats
 from .row_stats import SPENT, Device, EngineTotals
 
 

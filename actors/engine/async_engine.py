@@ -17,7 +17,8 @@ from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import Unpack
 
 from ...cluster.config import EngineConfig
-from ...cluster.engine.engine_core import EngineCore, EngineStats
+from ...cluster.engine.engine_core import EngineCore
+from ...cluster.engine.engine_stats import EngineStats
 from ...cluster.engine.step_watchdog import StepWatchdog
 from ...cluster.errors import EngineDeadError, EngineGoneError, MantaError
 from ...cluster.records.acceptance_slices import BlockGroup

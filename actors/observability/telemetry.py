@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
-from ...cluster.engine.engine_core import EngineStats
+from ...cluster.engine.engine_stats import EngineStats
 from ...cluster.engine.speedup_meter import SpeedupMeter
 from ...cluster.errors import (
     DrainingError,

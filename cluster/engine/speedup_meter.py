@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .engine_core import EngineStats
+    from .engine_stats import EngineStats
 
 MEMORY_S = 60.0  # seconds of decoding after which older values are forgotten
 MIN_S = 0.05  # with less than this, no value is returned

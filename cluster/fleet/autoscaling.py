@@ -26,7 +26,7 @@ from ..errors import ConfigError
 from ..speculation.acceptance_length import mean_acceptance_length
 
 if TYPE_CHECKING:
-    from ..engine.engine_core import EngineStats
+    from ..engine.engine_stats import EngineStats
 
 _ROUNDING = 1e-9  # so that 3.0000000001 replicas count as three
 MEMORY_S = 20.0  # seconds of work after which older measurements have lost two thirds of their weight

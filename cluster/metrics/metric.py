@@ -77,6 +77,7 @@ class Metric:
         name: without the `_total` of counters.
         help: its meaning, as shown by Prometheus.
         buckets: upper bounds of a histogram, without infinity.
+        stat: attribute of `EngineStats` that is its value; empty: computed where it is exported.
     """
 
     name: str
@@ -85,16 +86,29 @@ class Metric:
     help: str
     labels: tuple[str, ...] = SHARED_LABELS
     buckets: tuple[float, ...] = ()
+    stat: str = ""
 
 
 def counter(
-    name: str, unit: Unit, help: str, *labels: str, shared: tuple[str, ...] = SHARED_LABELS
+    name: str,
+    unit: Unit,
+    help: str,
+    *labels: str,
+    shared: tuple[str, ...] = SHARED_LABELS,
+    stat: str = "",
 ) -> Metric:
-    return Metric(name, "counter", unit, help, (*shared, *labels))
+    return Metric(name, "counter", unit, help, (*shared, *labels), stat=stat)
 
 
-def gauge(name: str, unit: Unit, help: str, *labels: str, shared: tuple[str, ...] = SHARED_LABELS) -> Metric:
-    return Metric(name, "gauge", unit, help, (*shared, *labels))
+def gauge(
+    name: str,
+    unit: Unit,
+    help: str,
+    *labels: str,
+    shared: tuple[str, ...] = SHARED_LABELS,
+    stat: str = "",
+) -> Metric:
+    return Metric(name, "gauge", unit, help, (*shared, *labels), stat=stat)
 
 
 def histogram(
@@ -104,8 +118,9 @@ def histogram(
     buckets: tuple[float, ...],
     *labels: str,
     shared: tuple[str, ...] = SHARED_LABELS,
+    stat: str = "",
 ) -> Metric:
-    return Metric(name, "histogram", unit, help, (*shared, *labels), buckets)
+    return Metric(name, "histogram", unit, help, (*shared, *labels), buckets, stat)
 
 
 class HistogramCounts(NamedTuple):

@@ -23,8 +23,10 @@ from .metric import (
 
 REQUEST_METRICS: tuple[Metric, ...] = (
     # Load.
-    gauge("vllm:num_requests_running", "requests", "Requests that are running."),
-    gauge("vllm:num_requests_waiting", "requests", "Requests that wait for a slot or for pages."),
+    gauge("vllm:num_requests_running", "requests", "Requests that are running.", stat="running"),
+    gauge(
+        "vllm:num_requests_waiting", "requests", "Requests that wait for a slot or for pages.", stat="waiting"
+    ),
     gauge(
         "vllm:num_requests_waiting_by_reason",
         "requests",
@@ -45,16 +47,25 @@ REQUEST_METRICS: tuple[Metric, ...] = (
         "1 for the engine's current state. Always awake: unused engines are stopped instead.",
         "sleep_state",
     ),
-    gauge("vllm:kv_cache_usage_perc", "ratio", "Share of the K/V pages in use, 0 to 1."),
+    gauge("vllm:kv_cache_usage_perc", "ratio", "Share of the K/V pages in use, 0 to 1.", stat="kv_usage"),
     # Tokens.
-    counter("vllm:prompt_tokens", "tokens", "Prompt tokens of requests that began to run."),
-    counter("vllm:generation_tokens", "tokens", "Generated tokens."),
-    counter("vllm:request_success", "requests", "Requests that ended, by reason.", "finished_reason"),
+    counter(
+        "vllm:prompt_tokens", "tokens", "Prompt tokens of requests that began to run.", stat="prompt_tokens"
+    ),
+    counter("vllm:generation_tokens", "tokens", "Generated tokens.", stat="generation_tokens"),
+    counter(
+        "vllm:request_success",
+        "requests",
+        "Requests that ended, by reason.",
+        "finished_reason",
+        stat="finished",
+    ),
     histogram(
         "vllm:iteration_tokens_total",
         "tokens",
         "Tokens processed per step: computed prompt tokens and generated tokens.",
         STEP_TOKENS,
+        stat="step_tokens",
     ),
     histogram("vllm:request_prompt_tokens", "tokens", "Tokens per prompt.", REQUEST_TOKENS),
     histogram("vllm:request_generation_tokens", "tokens", "Generated tokens per completion.", REQUEST_TOKENS),
@@ -112,12 +123,23 @@ REQUEST_METRICS: tuple[Metric, ...] = (
         REQUEST_S,
     ),
     # Cache.
-    counter("vllm:prefix_cache_queries", "tokens", "Prompt tokens looked up in the prefix cache."),
-    counter("vllm:prefix_cache_hits", "tokens", "Prompt tokens found in the prefix cache."),
+    counter(
+        "vllm:prefix_cache_queries",
+        "tokens",
+        "Prompt tokens looked up in the prefix cache.",
+        stat="prefix_cache_queries",
+    ),
+    counter(
+        "vllm:prefix_cache_hits",
+        "tokens",
+        "Prompt tokens found in the prefix cache.",
+        stat="prefix_cache_hits",
+    ),
     counter(
         "vllm:prompt_tokens_cached",
         "tokens",
         "Prompt tokens that were not computed; equals vllm:prefix_cache_hits.",
+        stat="prefix_cache_hits",
     ),
     histogram(
         "vllm:request_prefill_kv_computed_tokens",
@@ -125,12 +147,18 @@ REQUEST_METRICS: tuple[Metric, ...] = (
         "Tokens of each prompt that were not in the prefix cache.",
         REQUEST_TOKENS,
     ),
-    counter("vllm:num_preemptions", "preemptions", "Times that a running request lost its pages to another."),
+    counter(
+        "vllm:num_preemptions",
+        "preemptions",
+        "Times that a running request lost its pages to another.",
+        stat="preemptions",
+    ),
     histogram(
         "vllm:kv_block_lifetime_seconds",
         "seconds",
         "Time from a page's allocation to its eviction, for a sample of pages.",
         PAGE_S,
+        stat="page_lifetimes",
     ),
     histogram(
         "vllm:kv_block_idle_before_evict_seconds",
@@ -138,12 +166,14 @@ REQUEST_METRICS: tuple[Metric, ...] = (
         "Time from a page's last use to its eviction, for a sample of pages. A short time means that the "
         "cache is too small.",
         PAGE_S,
+        stat="page_idle_times",
     ),
     histogram(
         "vllm:kv_block_reuse_gap_seconds",
         "seconds",
         "Time from a page's last use until it was reused, for a sample of pages.",
         PAGE_S,
+        stat="page_reuse_gaps",
     ),
     gauge(
         "vllm:cache_config_info",

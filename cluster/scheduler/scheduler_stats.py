@@ -1,4 +1,4 @@
-"""Cumulative counts of a scheduler's steps for metrics. `cluster/engine/engine_core.py` takes snapshots.
+"""Cumulative counts of a scheduler's steps for metrics. `cluster/engine/engine_stats.py` has their snapshots.
 
 Legend: R requests of a step.
 """
@@ -6,6 +6,8 @@ Legend: R requests of a step.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +17,45 @@ from ..step.scheduler_output import BoolArray, DrafterUse, TreeOutcome
 from ..step.step_outcome import CompletedStep, StepOutcome
 
 
-class Counters:
+@dataclass(slots=True, kw_only=True)
+class StepCounts:
+    """Cumulative counts. `cluster/metrics/engine_metrics.py` names the metrics that show them."""
+
+    steps: int = 0
+    target_rows: int = 0  # over all passes, including prompts and requests that have left
+    preemptions: int = 0
+    # Of requests that run for the first time in this engine; of those that began in another engine only the
+    # prompt is counted.
+    prompt_tokens: int = 0
+    prefix_cache_queries: int = 0  # tokens
+    prefix_cache_hits: int = 0  # tokens
+    generation_tokens: int = 0
+    num_drafts: int = 0  # (request, step) pairs that verified drafts
+    num_proposed_tokens: int = 0  # drafts that were made
+    num_trimmed_tokens: int = 0  # drafts that were dropped for their margins before verification
+    num_draft_tokens: int = 0  # drafts that were verified
+    num_accepted_tokens: int = 0
+    # Those of the verified and accepted drafts that were copied beside a drafter (`suffix_drafts`); of draft
+    # trees, all if the main path is a copy.
+    num_copied_draft_tokens: int = 0
+    num_copied_accepted_tokens: int = 0
+    skipped_passes: int = 0  # steps that left out the drafter's pass, as all drafts were copies
+    num_branch_tokens: int = 0  # verified drafts off the main paths of trees
+    num_accepted_branch_tokens: int = 0
+    num_trees: int = 0  # (request, step) pairs that verified drafts with branches
+    tree_depths: int = 0  # sum over them of the longest path
+    tree_widths: int = 0  # and of the most drafts of one position
+    drafter_losses: int = 0  # times that a drafter failed or was replaced
+    drafter_refilled_tokens: int = 0  # computed again to give a drafter its context
+    drafter_rests: int = 0  # times that writing the drafter's context was stopped
+    drafter_unwritten_tokens: int = 0  # computed in the meantime
+    drafter_use: DrafterUse = field(default_factory=DrafterUse)  # of a remote drafter
+    # Over routed layers. Divided by `routed_layers`: the experts that a layer reads in a step.
+    experts_read: int = 0
+    routed_layers: int = 0  # passes through routed layers
+
+
+class Counters(StepCounts):
     """Counts of everything so far.
 
     Args:
@@ -23,38 +63,14 @@ class Counters:
     """
 
     def __init__(self, num_speculative_tokens: int) -> None:
-        self.steps = 0
-        self.target_rows = 0  # over all passes, including those of requests that have left
+        super().__init__()
         self.step_tokens = Histogram(STEP_TOKENS)
-        self.preemptions = 0
         self.rejected: Counter[str] = Counter()
         self.finished: Counter[FinishReason] = Counter()
-        # Of requests that run for the first time in this engine; of those that began in another engine only
-        # the prompt is counted.
-        self.prompt_tokens = 0
-        self.prefix_cache_queries = 0  # tokens
-        self.prefix_cache_hits = 0  # tokens
-        self.generation_tokens = 0
-        self.num_drafts = 0  # (request, step) pairs that verified drafts
-        self.num_proposed_tokens = 0  # drafts that were made
-        self.num_trimmed_tokens = 0  # drafts that were not verified
-        self.num_draft_tokens = 0  # drafts that were verified
-        self.num_accepted_tokens = 0
-        self.num_copied_draft_tokens = 0  # of the verified drafts, those copied beside a drafter
-        self.num_copied_accepted_tokens = 0
-        self.skipped_passes = 0  # steps that left out the drafter's pass for copies
-        self.num_branch_tokens = 0  # verified drafts off the main paths of trees
-        self.num_accepted_branch_tokens = 0
-        self.num_trees = 0  # (request, step) pairs that verified drafts with branches
-        self.tree_depths = self.tree_widths = 0  # sums over them
         self.accepted_per_pos = np.zeros(num_speculative_tokens, dtype=np.int64)
-        self.drafter_losses = 0  # drafters that failed or were replaced
-        self.drafter_refilled_tokens = 0  # computed again for a new drafter's context
-        self.drafter_rests = 0  # times that writing its context was stopped
-        self.drafter_unwritten_tokens = 0  # tokens computed in the meantime
-        self.drafter_use = DrafterUse()  # of a remote drafter
-        self.experts_read = 0  # per routed layer
-        self.routed_layers = 0  # passes through routed layers
+
+    def snapshot(self) -> dict[str, Any]:  # Any: the fields of StepCounts
+        return {each.name: getattr(self, each.name) for each in fields(StepCounts)}
 
     def observe(self, step: CompletedStep) -> None:
         """Count a completed step."""

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..engine.engine_core import EngineCore, EngineStats
+from ..engine.engine_core import EngineCore
+from ..engine.engine_stats import EngineStats
 from ..records.percentiles import Percentiles, percentiles
 from ..request.request import Request
 from ..speculation.acceptance_length import mean_acceptance_length

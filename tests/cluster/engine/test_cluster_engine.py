@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from manta.cluster.engine.engine_core import STEP_PARTS
+from manta.cluster.engine.engine_stats import STEP_PARTS
 from manta.cluster.errors import OverloadedError, RequestError, UnprocessableError
 from manta.cluster.metrics.engine_metrics import CATALOGUE
 from manta.cluster.metrics.fleet_metrics import BATCH_CATALOGUE

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.cluster.engine.engine_core import EngineStats
+from manta.cluster.engine.engine_stats import EngineStats
 from manta.cluster.errors import ConfigError
 from manta.cluster.fleet.autoscaling import (
     FleetLoad,
@@ -192,21 +192,15 @@ def test_invalid_rules_are_refused_by_name(wrong: dict[str, Any], field: str) ->
     assert caught.value.param == field
 
 
-def stats(**known: Any) -> EngineStats:
-    blank: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
-    parts = dict.fromkeys(("schedule", "execute", "commit"), 0.0)
-    return EngineStats(**{**blank, "finished": {}, "accepted_per_pos": (), "step_seconds": parts, **known})
-
-
 def seconds(execute: float) -> dict[str, float]:
     return {"schedule": 0.0, "execute": execute, "commit": 0.0}
 
 
 def test_replica_stats_cover_recent_online_requests() -> None:
     meter = ReplicaStatsMeter(SLOTS)
-    assert meter.update(stats()).decode_tokens_per_s == 0.0
+    assert meter.update(EngineStats()).decode_tokens_per_s == 0.0
     figures = meter.update(
-        stats(
+        EngineStats(
             running=4, waiting=7, background_running=1, background_waiting=5, kv_usage=0.8, steps=100,
             generation_tokens=2000, finished={"stop": 15, "length": 5}, num_drafts=500,
             num_accepted_tokens=1500, step_seconds=seconds(4.0),
@@ -217,10 +211,12 @@ def test_replica_stats_cover_recent_online_requests() -> None:
     assert (figures.decode_tokens_per_s, figures.waiting_tokens) == (500.0, 200.0)
     assert (figures.mean_acceptance_length, figures.step_s) == (4.0, 0.04)
     before = {"steps": 100, "generation_tokens": 2000, "finished": {"stop": 20}}
-    idle = meter.update(stats(**before, num_drafts=500, num_accepted_tokens=1500, step_seconds=seconds(4.0)))
+    idle = meter.update(
+        EngineStats(**before, num_drafts=500, num_accepted_tokens=1500, step_seconds=seconds(4.0))
+    )
     assert idle.decode_tokens_per_s == 500.0, "idle time is not work"
     slow = {"steps": 200, "generation_tokens": 2400, "finished": {"stop": 20}, "num_drafts": 900}
-    worse = meter.update(stats(**slow, num_accepted_tokens=1500, step_seconds=seconds(44.0)))
+    worse = meter.update(EngineStats(**slow, num_accepted_tokens=1500, step_seconds=seconds(44.0)))
     assert worse.decode_tokens_per_s == pytest.approx(10.0), "what is long ago is forgotten"
     assert worse.mean_acceptance_length == 1.0
     assert set(worse.as_dict()) >= {"waiting_tokens", "kv_usage", "decode_tokens_per_s", "background"}

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import EngineStats
+from manta.cluster.engine.engine_stats import EngineStats
 from manta.cluster.errors import ConfigError
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor
 from manta.cluster.step.clock import MACHINE_CLOCK

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import EngineStats
+from manta.cluster.engine.engine_stats import EngineStats
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor
 from manta.cluster.simulation.simulated_trees import SHARES, simulate_trees
 from manta.cluster.speculation.draft_trimming import TRIM_S, prefixes_to_verify, tree_gain

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manta import LLM, SamplingParams, StructuredOutputsParams
 from manta.actors.targets.loading.rank_loader import load_runner
-from manta.cluster.engine.engine_core import EngineStats
+from manta.cluster.engine.engine_stats import EngineStats
 from manta.cluster.step.scheduler_output import AdmittedRequest, SchedulerOutput
 from manta.drafter.step.inputs.proposals import Proposals
 from manta.drafter.step.request_states import RequestStates

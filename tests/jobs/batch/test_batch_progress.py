@@ -14,7 +14,7 @@ from urllib.error import URLError
 import pytest
 from manta.actors.batch.engine_meter import EngineMeter
 from manta.actors.batch.row_stats import EngineTotals, RowStats
-from manta.cluster.engine.engine_core import EngineStats
+from manta.cluster.engine.engine_stats import EngineStats
 from manta.cluster.metrics.fleet_metrics import BATCH_CATALOGUE
 from manta.jobs.batch import progress
 from manta.jobs.batch.progress import JobGauges, Progress, ProgressMeter, ProgressView
@@ -33,7 +33,15 @@ class Clock:
 
 
 def stats(tokens: int) -> EngineStats:
-    return EngineStats(0, 0, 0, 0, 0.0, 1, 7, tokens, 0, 0, 0, {}, 3, 9, 4, (2, 2), {})
+    return EngineStats(
+        steps=1,
+        prompt_tokens=7,
+        generation_tokens=tokens,
+        num_drafts=3,
+        num_draft_tokens=9,
+        num_accepted_tokens=4,
+        accepted_per_pos=(2, 2),
+    )
 
 
 def test_an_engines_time_is_in_its_results_exactly_once() -> None:

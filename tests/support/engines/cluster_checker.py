@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 from manta.cluster.config import EngineConfig
-from manta.cluster.engine.engine_core import EngineCore, EngineStats, SequenceUpdate
+from manta.cluster.engine.engine_core import EngineCore, SequenceUpdate
+from manta.cluster.engine.engine_stats import EngineStats
 from manta.cluster.request.request import FinishReason, Request, SamplingParams
 from manta.cluster.scheduler.background_budget import BackgroundWork
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor, simulated_tokens

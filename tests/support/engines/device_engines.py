@@ -16,7 +16,7 @@ from manta.actors.engine.outputs import RequestOutput
 from manta.actors.llm import LLM
 from manta.actors.targets.runners.cpu_runner import CpuModelRunner
 from manta.actors.targets.runners.gpu_runner import GpuModelRunner
-from manta.cluster.engine.engine_core import EngineStats
+from manta.cluster.engine.engine_stats import EngineStats
 from manta.cluster.request.logprobs import StepLogprobs
 from manta.cluster.step.scheduler_output import StepResult, TreeOutcome, TreeShape, Trim
 
