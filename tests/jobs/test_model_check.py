@@ -58,7 +58,9 @@ WRONG = {
     "template file": Wrong(None, {"chat_template": "nowhere.jinja"}, "cannot be read"),
 }
 OF_SERVERS = {
-    "memory": Wrong(None, {"kv_cache_memory_bytes": 2**20}, "bytes of K/V pages.*at most 80"),
+    "memory": Wrong(
+        None, {"kv_cache_memory_bytes": 2**20, "dtype": "float32"}, "bytes of K/V pages.*at most 32"
+    ),
     "parser": Wrong(None, {"tool_call_parser": "nothing"}, "Known: hermes"),
     "replicas": Wrong(None, {"replicas": 9999}, "replicas=9999: each needs 1.5 CPU"),
 }
