@@ -23,5 +23,7 @@ RUN wheel="$(echo /wheels/manta_dflash-*.whl)" && pip install --no-cache-dir $PI
 RUN useradd --create-home manta
 USER manta
 WORKDIR /home/manta
+# A volume that is mounted here gets its owner.
+RUN mkdir .cache
 EXPOSE 8000
 CMD ["manta", "serve", "models/target", "--spec-model", "models/drafter", "--host", "0.0.0.0", "--port", "8000"]

@@ -47,7 +47,7 @@ RESTART_DELAY_S = 1.0
 class CapturedAnswers:
     prompts: Sequence[EncodedPrompt]
     model: str
-    requester: Tenant
+    tenant: Tenant
     temperature: float
     token_ids: dict[tuple[int, int], list[int]]  # by prompt index and completion index
 
@@ -63,8 +63,8 @@ class CapturedAnswers:
                 token_ids=tuple(token_ids),
                 model=self.model,
                 day=day,
-                tenant=self.requester.named,
-                category=self.requester.category,
+                tenant=self.tenant.named,
+                category=self.tenant.category,
                 temperature=self.temperature,
             )
             for (index, _), token_ids in self.token_ids.items()
@@ -92,13 +92,13 @@ class TrafficCapture:
         prompts: Sequence[EncodedPrompt],
         resume_state: ResumeState,
         model: str,
-        requester: Tenant,
+        tenant: Tenant,
         temperature: float,
     ) -> CapturedAnswers | None:
         if random.random() >= self._fraction:
             return None
         known = {(0, 0): list(resume_state.token_ids)} if resume_state.token_ids else {}
-        return CapturedAnswers(prompts, model, requester, temperature, known)
+        return CapturedAnswers(prompts, model, tenant, temperature, known)
 
     def submit(self, answers: CapturedAnswers) -> None:
         for record in answers.records(prompts=self._prompts):

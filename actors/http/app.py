@@ -71,9 +71,9 @@ def create_app(
     capture = open_capture(engine.config, settings, telemetry.count_captured)
     tracing = open_tracing(settings, replica)
     observers = telemetry, audit, tracing, capture
-    frontend = ServerContext(engine, settings, _defaults(engine, settings), *observers)
-    logger.info("answers to conversations are read with %s", frontend.chat)
-    batches = _batches(frontend)
+    server = ServerContext(engine, settings, _defaults(engine, settings), *observers)
+    logger.info("answers to conversations are read with %s", server.chat)
+    batches = _batches(server)
     workers = [each.work_forever for each in (audit, batches, capture) if each is not None]
     forever = [telemetry.report_forever, *workers]
     app = FastAPIOffline(
@@ -91,7 +91,7 @@ def create_app(
         (model_routes, "Models and tokens"),
         (tokenization_routes, "Models and tokens"),
     ):
-        app.include_router(_summarized(routes_of(frontend)), tags=[tag])
+        app.include_router(_summarized(routes_of(server)), tags=[tag])
 
     async def metrics_text() -> bytes:
         return telemetry.render()
@@ -161,20 +161,20 @@ def _defaults(engine: AsyncEngine, settings: ServerSettings) -> GenerationDefaul
     return found.overridden(settings.override_generation_config)
 
 
-def _batches(frontend: ServerContext) -> BatchService | None:
-    settings = frontend.settings
+def _batches(server: ServerContext) -> BatchService | None:
+    settings = server.settings
     if settings.batch_storage is None:
         return None
     storage = Storage.open(settings.batch_storage, field="batch_storage", private=True)
     return BatchService(
         storage,
-        frontend.engine,
-        frontend.defaults,
-        frontend.names,
+        server.engine,
+        server.defaults,
+        server.names,
         max_lines=settings.max_batch_lines,
         max_stored_bytes=settings.max_stored_bytes,
-        chat=frontend.chat,
-        count_lines=frontend.telemetry.count_batch_lines,
+        chat=server.chat,
+        count_lines=server.telemetry.count_batch_lines,
     )
 
 

@@ -164,11 +164,10 @@ class RequestTelemetry:
         self._histograms["vllm:request_params_n"].observe(ended.num_completions)
         self._histograms["vllm:request_max_num_generation_tokens"].observe(ended.longest)
 
-    def count_by_requester(self, requester: Tenant, *counts: int) -> None:
+    def count_by_requester(self, tenant: Tenant, *counts: int) -> None:
         """Count what a request that has ended for any reason took: see `ACCOUNT_METRICS`."""
-        tenant = self._tenants.of(requester.tenant)
-        category = self._categories.of(requester.category)
-        for label, value in (("tenant", tenant), ("category", category)):
+        named = self._tenants.of(tenant.tenant), self._categories.of(tenant.category)
+        for label, value in zip(("tenant", "category"), named, strict=True):
             for (what, _, _), count in zip(ACCOUNT_METRICS, counts, strict=True):
                 self._by_requester[f"{what}_by_{label}"][value,] += count
 

@@ -24,24 +24,24 @@ _WEIGHT_BYTES = {"cpu": 2**26, "cuda": 2**31}  # larger than the caches
 _REMEDY = "check other processes on the GPU, its clocks and throttling with nvidia-smi"
 
 
-def rate_checks(place: MachineKind) -> Iterator[Check]:
+def rate_checks(machine: MachineKind) -> Iterator[Check]:
     """Yield the rates in the dtype of the first backend that runs here."""
-    candidate = next(c for c in candidates(place) if c.why_not(place, c.dtypes[0]) is None)
+    candidate = next(c for c in candidates(machine) if c.why_not(machine, c.dtypes[0]) is None)
     dtype = candidate.dtypes[0]
 
     @cache
     def measured() -> Device:
-        return measure_device("this", place.device, dtype)
+        return measure_device("this", machine.device, dtype)
 
-    kind, known = str(dtype).removeprefix("torch."), published_rates(place.device, dtype)
+    kind, known = str(dtype).removeprefix("torch."), published_rates(machine.device, dtype)
     yield Check("rates", "copy, read and written", lambda: _rate(measured(), known, "bytes_per_s"), _REMEDY)
     yield Check("rates", f"large product, {kind}", lambda: _rate(measured(), known, "flops"), _REMEDY)
-    look = partial(_weights, place, candidate, dtype, measured)
+    look = partial(_weights, machine, candidate, dtype, measured)
     yield Check("rates", f"products of {_ROWS} rows, {kind}: weights read", look, _REMEDY)
     if candidate.setting != "triton":
         return  # other backends have no expert kernels of ours
-    for experts in expert_kinds(place):
-        look = partial(_experts, place, candidate, dtype, experts, measured)
+    for experts in expert_kinds(machine):
+        look = partial(_experts, machine, candidate, dtype, experts, measured)
         yield Check("rates", f"experts of {_ROWS} rows, {experts.name}: weights read", look, _REMEDY)
 
 
@@ -56,36 +56,36 @@ def _rate(found: Device, known: Device | None, name: Literal["bytes_per_s", "flo
 
 
 def _weights(
-    place: MachineKind, candidate: BackendCandidate, dtype: torch.dtype, measured: Callable[[], Device]
+    machine: MachineKind, candidate: BackendCandidate, dtype: torch.dtype, measured: Callable[[], Device]
 ) -> CheckOutcome:
     """Measure gate and up projections, in enough copies to exceed the caches."""
-    inputs = KernelInputs(place, candidate, dtype)
+    inputs = KernelInputs(machine, candidate, dtype)
     shape = (2 * inputs.inner, inputs.hidden)
     bytes_each = shape[0] * shape[1] * dtype.itemsize
-    copies = -(-_WEIGHT_BYTES[place.device.type] // bytes_each)
+    copies = -(-_WEIGHT_BYTES[machine.device.type] // bytes_each)
     with torch.inference_mode():
         products = [inputs.backend.linear(inputs.weight(*shape)) for _ in range(copies)]
         x_NH = inputs.randn(_ROWS, inputs.hidden)
-        rate = weight_bytes_per_s(place.device, products, x_NH, copies * bytes_each)
+        rate = weight_bytes_per_s(machine.device, products, x_NH, copies * bytes_each)
     return CheckOutcome(f"{rate / 1e9:.0f} GB/s, {rate / measured().bytes_per_s:.0%} of the copy")
 
 
 def _experts(
-    place: MachineKind,
+    machine: MachineKind,
     candidate: BackendCandidate,
     dtype: torch.dtype,
     kind: ExpertKind,
     measured: Callable[[], Device],
 ) -> CheckOutcome:
     """Measure the experts that a block's rows choose, with uniform routing."""
-    inputs = KernelInputs(place, candidate, dtype)
+    inputs = KernelInputs(machine, candidate, dtype)
     with torch.inference_mode():
         x_NH, ids_Nk, weights_Nk = random_rows(inputs, kind, _ROWS)
         weights = random_experts(inputs, kind)
         chosen = len(ids_Nk.unique()) / kind.experts
         bytes_each = round(chosen * sum(bytes_of(weight) for weight in (weights.gate_up, weights.down)))
-        copies = -(-_WEIGHT_BYTES[place.device.type] // bytes_each)
+        copies = -(-_WEIGHT_BYTES[machine.device.type] // bytes_each)
         layers = [inputs.backend.experts(random_experts(inputs, kind)) for _ in range(copies)]
         products = [partial(layer, expert_ids_Nk=ids_Nk, weights_Nk=weights_Nk) for layer in layers]
-        rate = weight_bytes_per_s(place.device, products, x_NH, copies * bytes_each)
+        rate = weight_bytes_per_s(machine.device, products, x_NH, copies * bytes_each)
     return CheckOutcome(f"{rate / 1e9:.0f} GB/s, {rate / measured().bytes_per_s:.0%} of the copy")

@@ -167,10 +167,10 @@ def _plan(options: DoctorOptions, found: list[LoadPlan]) -> CheckOutcome:
     return CheckOutcome(", ".join(pair))
 
 
-def kernel_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
+def kernel_checks(machine: MachineKind, *, quick: bool) -> Iterator[Check]:
     """Yield checks of kernels that the backends' operators do not cover, where Triton runs."""
-    machine = DeviceCapabilities(place.device, torch.float32, 16, num_ranks=1)
-    reason = why_not("triton", [place.shape.target.of_backend()], machine)
+    capabilities = DeviceCapabilities(machine.device, torch.float32, 16, num_ranks=1)
+    reason = why_not("triton", [machine.shape.target.of_backend()], capabilities)
     if reason is not None:
         for group in ("own products", "own experts", "own latents", "own delta rule", "steps", "drafts"):
             yield raising(group, "kernels", NotHereError(f"triton {reason}"))
@@ -182,12 +182,12 @@ def kernel_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
     from .cases.products import product_checks
     from .cases.steps import step_checks
 
-    yield from product_checks(place, quick=quick)
-    yield from expert_checks(place, quick=quick)
-    yield from latent_checks(place, quick=quick)
-    yield from delta_checks(place, quick=quick)
-    yield from step_checks(place, quick=quick)
-    yield from draft_checks(place)
+    yield from product_checks(machine, quick=quick)
+    yield from expert_checks(machine, quick=quick)
+    yield from latent_checks(machine, quick=quick)
+    yield from delta_checks(machine, quick=quick)
+    yield from step_checks(machine, quick=quick)
+    yield from draft_checks(machine)
 
 
 def _captured_checks(found: list[LoadPlan]) -> Iterator[Check]:

@@ -82,9 +82,9 @@ def place() -> MachineKind:
     return replace(MachineKind.detect(), interpreted=False)
 
 
-def findings(place: MachineKind, name: str) -> Iterator[Finding]:
+def findings(machine: MachineKind, name: str) -> Iterator[Finding]:
     """Run the named checks of compiled loops in fp32."""
-    for one in operator_checks(place, quick=True):
+    for one in operator_checks(machine, quick=True):
         if one.group == "loops" and one.name == f"{name}, float32":
             yield examine(one)
 
@@ -129,14 +129,14 @@ def test_a_broken_operator_is_found(
     name: str,
     broken: Any,
     seen_by: tuple[str, ...],
-    place: MachineKind,
+    machine: MachineKind,
     monkeypatch: pytest.MonkeyPatch,
 ):
     for sound in (True, False):
         if not sound:
             monkeypatch.setattr(owner, name, broken)
         for line in seen_by:
-            (found,) = findings(place, line)
+            (found,) = findings(machine, line)
             assert found.status == ("ok" if sound else "failed"), (line, found)
             assert found.trace is None
 

@@ -19,18 +19,18 @@ from .event_writer import PREFIX, MessageWriter
 from .request import NAMES, CountRequest, MessagesRequest
 
 
-def message_routes(frontend: ServerContext) -> APIRouter:
+def message_routes(server: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post(ROUTES)
     async def create_message(body: MessagesRequest, http: Request) -> Response:
         """Create a message (Anthropic's Messages API)."""
         read = body.conversation()
-        supported = SupportedOptions.of(frontend)
+        supported = SupportedOptions.of(server)
         chat = body.for_chat(read, supported)
         with rename_error_fields({**NAMES, **read.names}):
             work, parser_factory = await prepare_chat(
-                frontend,
+                server,
                 PREFIX,
                 chat,
                 http,
@@ -40,7 +40,7 @@ def message_routes(frontend: ServerContext) -> APIRouter:
                 ends_with_context=True,
             )
             work = replace(work, ignored=renamed_paths(work.ignored, NAMES))
-            run = GenerationRun(frontend, work)
+            run = GenerationRun(server, work)
             writer = MessageWriter(work.id, work.model, body.max_tokens, run.metrics, body.eager_tools)
             return await answer(run, parser_factory, writer, http)
 
@@ -48,12 +48,12 @@ def message_routes(frontend: ServerContext) -> APIRouter:
     async def count_tokens(body: CountRequest) -> Response:
         """Count the tokens of a message's prompt."""
         read = body.conversation()
-        chat = body.for_chat(read, SupportedOptions.of(frontend))
+        chat = body.for_chat(read, SupportedOptions.of(server))
         with rename_error_fields({**NAMES, **read.names}):
-            check_model(frontend, chat.model)
-            check_tools(frontend.chat, chat)
-            prompt = conversation(chat, chat.messages, frontend.engine.tokenizer)
-            token_ids = await frontend.engine.encoder.list_tokens(prompt, MAX_VALUES)
+            check_model(server, chat.model)
+            check_tools(server.chat, chat)
+            prompt = conversation(chat, chat.messages, server.engine.tokenizer)
+            token_ids = await server.engine.encoder.list_tokens(prompt, MAX_VALUES)
         return json_response({"input_tokens": len(token_ids)})
 
     return router

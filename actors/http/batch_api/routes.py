@@ -225,8 +225,8 @@ def batch_routes(service: BatchService | None, tenants: tuple[str, ...]) -> APIR
         batches = require_service(service)
         body.check()
         caller = caller_of(http.scope)
-        requester, ignored_fields = tenant_of(http.headers, body.metadata, caller, tenants)
-        batch = body.batch(caller, requester.tenant)
+        tenant, ignored_fields = tenant_of(http.headers, body.metadata, caller, tenants)
+        batch = body.batch(caller, tenant.tenant)
         await in_storage_thread(batches.create, batch, caller)
         batches.wake()
         ignored = {} if ignored_fields is None else {"X-Ignored-Params": ignored_fields}

@@ -36,21 +36,21 @@ class SupportedOptions:
     thinks: bool  # reasoning can be separated from the answer
 
     @classmethod
-    def of(cls, frontend: ServerContext) -> SupportedOptions:
-        uses = frontend.tokenizer.template_uses
+    def of(cls, server: ServerContext) -> SupportedOptions:
+        uses = server.tokenizer.template_uses
         return cls(
             effort=uses("reasoning_effort"),
             switch=uses("enable_thinking"),
-            thinks=frontend.chat.thinking is not None,
+            thinks=server.chat.thinking is not None,
         )
 
 
 async def answer(
     run: GenerationRun, parser_factory: AnswerParserFactory, writer: SectionWriter, http: Request
 ) -> Response:
-    headers = run.work.headers
-    if run.work.request.stream:
-        keep_alive_s = run.frontend.settings.sse_keep_alive_interval
+    headers = run.task.headers
+    if run.task.request.stream:
+        keep_alive_s = run.server.settings.sse_keep_alive_interval
         events = _stream_events(run, parser_factory, writer)
 
         def ending(error: BaseException | None) -> bytes:
@@ -66,7 +66,7 @@ async def answer(
 async def _stream_events(
     run: GenerationRun, parser_factory: AnswerParserFactory, writer: SectionWriter
 ) -> AsyncGenerator[bytes, None]:
-    parts, has_started = parser_factory.make_parser(run.work.id, 0), False
+    parts, has_started = parser_factory.make_parser(run.task.id, 0), False
     async with aclosing(run.outputs()) as outputs:
         async for _, output in outputs:
             (completion,) = output.outputs
@@ -82,14 +82,14 @@ async def _full_body(
     run: GenerationRun, parser_factory: AnswerParserFactory, writer: SectionWriter
 ) -> JsonObject:
     ((completion,),) = [output.outputs for output in await run.answers()]
-    _written(run, writer, parser_factory.parse_complete(run.work.id, 0, completion.text), completion)
+    _written(run, writer, parser_factory.parse_complete(run.task.id, 0, completion.text), completion)
     return writer.full_body()
 
 
 def _written(
-    run: GenerationRun, writer: SectionWriter, piece: AnswerDelta, completion: CompletionOutput
+    run: GenerationRun, writer: SectionWriter, delta: AnswerDelta, completion: CompletionOutput
 ) -> Events:
-    events = writer.feed(piece)
+    events = writer.feed(delta)
     if completion.finish_reason is not None:
         events += writer.finish(completion.finish_reason, completion.stop_reason, run.figures.usage())
     return events

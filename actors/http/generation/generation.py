@@ -42,18 +42,18 @@ MAX_COMPLETIONS = 4096
 
 
 class ResponseShape(Protocol):
-    """Formats the choices of one request for an endpoint; `reading` parses their text."""
+    """Formats the choices of one request for an endpoint; `parsers` parse their text."""
 
     prefix: str
     full_object: str
     chunk_object: str
-    reading: AnswerParserFactory
+    parsers: AnswerParserFactory
 
     def opening(self, index: int) -> JsonObject | None:
         """Return the chunk before a choice's first text, if there is one."""
         ...
 
-    def chunks(self, index: int, piece: AnswerDelta) -> list[JsonObject]:
+    def chunks(self, index: int, delta: AnswerDelta) -> list[JsonObject]:
         """Return the stream chunks with a choice's new text, at least one."""
         ...
 
@@ -61,7 +61,7 @@ class ResponseShape(Protocol):
         """Return the stream chunk that ends a choice, without new text."""
         ...
 
-    def full_choice(self, index: int, piece: AnswerDelta, finish_reason: str) -> JsonObject: ...
+    def full_choice(self, index: int, delta: AnswerDelta, finish_reason: str) -> JsonObject: ...
 
     def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
         """`num_top`: likeliest tokens to include. `offset`: characters of the preceding tokens."""
@@ -69,7 +69,7 @@ class ResponseShape(Protocol):
 
 
 def prepare(
-    frontend: ServerContext,
+    server: ServerContext,
     prefix: str,
     request: GenerationRequest,
     http: Request,
@@ -91,24 +91,24 @@ def prepare(
         resumable: whether another replica could continue the response's stream.
         ends_with_context: a limit beyond the context's length means its end, not an error.
     """
-    model = check_model(frontend, request.model)
-    all_ignored = [*_ignored_fields(frontend, request, unknown), *ignored]
-    params = request.sampling_params(frontend.defaults, default_max_tokens)
+    model = check_model(server, request.model)
+    all_ignored = [*_ignored_fields(server, request, unknown), *ignored]
+    params = request.sampling_params(server.defaults, default_max_tokens)
     all_ignored += left_out(params.structured_outputs)
-    params = frontend.chat.with_thinking_budget(params, prompts[0].text or "")
+    params = server.chat.with_thinking_budget(params, prompts[0].text or "")
     if len(prompts) * params.n > MAX_COMPLETIONS:
         raise RequestError(
             f"n={params.n} for {len(prompts)} prompts: at most {MAX_COMPLETIONS} completions in one request.",
             param="n",
         )
-    if request.speculative.return_trace and not _includes_trace(frontend, request, len(prompts) * params.n):
+    if request.speculative.return_trace and not _includes_trace(server, request, len(prompts) * params.n):
         all_ignored.append("speculative.return_trace")
-    if ends_with_context and _exceeds_context(frontend, request, prompts):
+    if ends_with_context and _exceeds_context(server, request, prompts):
         params = replace(params, max_tokens=None)
     else:
-        _check_context(frontend, request, prompts)
+        _check_context(server, request, prompts)
     caller = caller_of(http.scope)
-    requester, ignored_fields = _requester(frontend, request, http, caller)
+    tenant, ignored_fields = _requester(server, request, http, caller)
     all_ignored += ignored_fields
     origin: ResumeOrigin | None = http.scope["state"].get("origin")
     if origin is not None and params.seed is None:
@@ -119,12 +119,12 @@ def prepare(
         model=model,
         prompts=list(prompts),
         params=params,
-        priority=_priority(frontend, request, http),
-        ignored=all_ignored if frontend.settings.unknown_params != "ignore" else [],
+        priority=_priority(server, request, http),
+        ignored=all_ignored if server.settings.unknown_params != "ignore" else [],
         request=request,
         created_s=int(time.time()) if origin is None else origin.created_s,
         caller=caller,
-        requester=requester,
+        tenant=tenant,
         may_be_captured=request.store is not False
         and "no-store" not in http.headers.get("cache-control", ""),
         origin=origin,
@@ -133,29 +133,29 @@ def prepare(
     )
 
 
-def check_model(frontend: ServerContext, name: str | None) -> str:
-    if name is None or name in frontend.names:
-        return name or frontend.name
+def check_model(server: ServerContext, name: str | None) -> str:
+    if name is None or name in server.names:
+        return name or server.name
     raise ModelNotFoundError(
-        f"The model {brief(name)} is not served here. Served: {', '.join(frontend.names)}.", param="model"
+        f"The model {brief(name)} is not served here. Served: {', '.join(server.names)}.", param="model"
     )
 
 
 def _ignored_fields(
-    frontend: ServerContext, request: GenerationRequest, unknown: Sequence[str] | None
+    server: ServerContext, request: GenerationRequest, unknown: Sequence[str] | None
 ) -> list[str]:
     """Return dotted names of ignored fields. Raises RequestError for those that must not be."""
     extra, known = request.model_extra or {}, type(request).model_fields
     nested = unknown_fields(request) if unknown is None else unknown
-    ignored = check_extra_fields(extra, known, frontend.settings.unknown_params, nested)
-    if "speculative" in request.model_fields_set and request.speculative.enabled and not frontend.speculates:
+    ignored = check_extra_fields(extra, known, server.settings.unknown_params, nested)
+    if "speculative" in request.model_fields_set and request.speculative.enabled and not server.speculates:
         ignored.append("speculative")
     return ignored
 
 
-def _priority(frontend: ServerContext, request: GenerationRequest, http: Request) -> int:
+def _priority(server: ServerContext, request: GenerationRequest, http: Request) -> int:
     """Return the body's priority, else the header's. Raises RequestError if the policy has none."""
-    if frontend.engine.config.scheduling_policy == "priority":
+    if server.engine.config.scheduling_policy == "priority":
         if "priority" in request.model_fields_set:
             return request.priority
         return _header_priority(http)
@@ -168,18 +168,18 @@ def _priority(frontend: ServerContext, request: GenerationRequest, http: Request
 
 
 def _requester(
-    frontend: ServerContext, request: GenerationRequest, http: Request, caller: Caller
+    server: ServerContext, request: GenerationRequest, http: Request, caller: Caller
 ) -> tuple[Tenant, list[str]]:
     """Return the request's tenant and category, and ignored fields."""
     metadata = (request.model_extra or {}).get("metadata")
-    requester, ignored_fields = tenant_of(http.headers, metadata, caller, frontend.settings.tenants)
-    if ignored_fields is not None and frontend.settings.unknown_params == "reject":
+    tenant, ignored_fields = tenant_of(http.headers, metadata, caller, server.settings.tenants)
+    if ignored_fields is not None and server.settings.unknown_params == "reject":
         raise RequestError(
             f"{ignored_fields} names no tenant of this key. Leave it out, or have the operator add it to "
             "`tenants` or to the key's line.",
             param=ignored_fields,
         )
-    return requester, [ignored_fields] if ignored_fields is not None else []
+    return tenant, [ignored_fields] if ignored_fields is not None else []
 
 
 def _header_priority(http: Request) -> int:
@@ -190,9 +190,9 @@ def _header_priority(http: Request) -> int:
         raise RequestError("The header X-Priority must be an integer.", param="priority") from None
 
 
-def _includes_trace(frontend: ServerContext, request: GenerationRequest, num_completions: int) -> bool:
+def _includes_trace(server: ServerContext, request: GenerationRequest, num_completions: int) -> bool:
     """Return whether the response can contain a trace (`GenerationRun.metrics`), and one will exist."""
-    if num_completions > 1 or not (frontend.speculates and request.speculative.max_draft_tokens != 0):
+    if num_completions > 1 or not (server.speculates and request.speculative.max_draft_tokens != 0):
         return False
     options = request.stream_options
     has_usage = not request.stream or (options is not None and options.include_usage)
@@ -200,17 +200,17 @@ def _includes_trace(frontend: ServerContext, request: GenerationRequest, num_com
 
 
 def _check_context(
-    frontend: ServerContext, request: GenerationRequest, prompts: Sequence[EncodedPrompt]
+    server: ServerContext, request: GenerationRequest, prompts: Sequence[EncodedPrompt]
 ) -> None:
     name, limit = request.token_limit
-    check_max_tokens(_longest(prompts), limit, frontend.engine.info.max_model_len, name)
+    check_max_tokens(_longest(prompts), limit, server.engine.info.max_model_len, name)
 
 
 def _exceeds_context(
-    frontend: ServerContext, request: GenerationRequest, prompts: Sequence[EncodedPrompt]
+    server: ServerContext, request: GenerationRequest, prompts: Sequence[EncodedPrompt]
 ) -> bool:
     _, limit = request.token_limit
-    return limit is not None and _longest(prompts) + limit > frontend.engine.info.max_model_len
+    return limit is not None and _longest(prompts) + limit > server.engine.info.max_model_len
 
 
 def _longest(prompts: Sequence[EncodedPrompt]) -> int:
@@ -218,20 +218,20 @@ def _longest(prompts: Sequence[EncodedPrompt]) -> int:
 
 
 async def respond(
-    frontend: ServerContext, shape: ResponseShape, work: GenerationTask, http: Request
+    server: ServerContext, shape: ResponseShape, task: GenerationTask, http: Request
 ) -> Response:
     """Return the response, once its first token is there. Earlier failures raise MantaError."""
-    work = replace(work, params=await frontend.engine.encoder.bad_words(work.params))
-    run = GenerationRun(frontend, work)
+    task = replace(task, params=await server.engine.encoder.bad_words(task.params))
+    run = GenerationRun(server, task)
     logged_elsewhere(http.scope)
-    if work.request.stream:
-        keep_alive_s = frontend.settings.sse_keep_alive_interval
-        return await sse.stream(stream_events(run, shape), http, work.headers, keep_alive_s)
+    if task.request.stream:
+        keep_alive_s = server.settings.sse_keep_alive_interval
+        return await sse.stream(stream_events(run, shape), http, task.headers, keep_alive_s)
     return await sse.cancel_on_disconnect(http, full_response(run, shape))
 
 
 async def full_response(run: GenerationRun, shape: ResponseShape) -> Response:
-    work, body, at = run.work, StreamedChoices(), 0
+    work, body, at = run.task, StreamedChoices(), 0
     root_fields: JsonObject = {}
     answers = (await run.answers())[::-1]
     for prompt in work.prompts:
@@ -256,7 +256,7 @@ def full_choice(
     shape: ResponseShape, response_id: str, at: int, completion: CompletionOutput, num_logprobs: int | None
 ) -> JsonObject:
     assert completion.finish_reason is not None, "an answer ends only when all its completions have"
-    piece = shape.reading.parse_complete(response_id, at, completion.text)
+    piece = shape.parsers.parse_complete(response_id, at, completion.text)
     choice = shape.full_choice(
         at, piece, openai_finish_reason(completion.finish_reason, called=bool(piece.calls))
     )
@@ -272,7 +272,7 @@ def openai_finish_reason(finish_reason: str, *, called: bool) -> str:
 
 async def stream_events(run: GenerationRun, shape: ResponseShape) -> AsyncGenerator[bytes, None]:
     """Yield the bytes of each verified block, with opening, finish and usage chunks."""
-    work = run.work
+    work = run.task
     options = work.request.stream_options
     envelope = run.envelope(shape.chunk_object)
     continuous = options is not None and options.continuous_usage_stats
@@ -308,10 +308,10 @@ def _usage_event(run: GenerationRun, envelope: JsonObject) -> bytes:
 
 class _ChunkWriter:
     def __init__(self, run: GenerationRun, shape: ResponseShape) -> None:
-        self._work = run.work
+        self._work = run.task
         self._shape = shape
         self._answers: dict[int, AnswerParser] = {}
-        if run.work.resume_state.token_ids:
+        if run.task.resume_state.token_ids:
             self._answers[0] = self._answer(0)
             self._answers[0].feed(run.resumed_text())
         self._lengths: dict[int, int] = {}  # characters of the tokens whose log probabilities were sent
@@ -334,7 +334,7 @@ class _ChunkWriter:
         return found
 
     def _answer(self, at: int) -> AnswerParser:
-        return self._shape.reading.make_parser(self._work.id, at)
+        return self._shape.parsers.make_parser(self._work.id, at)
 
     def _opening(self, at: int, prompt_index: int) -> list[JsonObject]:
         choice, echo = self._shape.opening(at), self._echoes.get(prompt_index)

@@ -68,11 +68,11 @@ class GenerationTask:
     request: GenerationRequest
     created_s: int  # Unix time
     caller: Caller  # the key that sent it
-    requester: Tenant  # tenant and category that it is counted for
+    tenant: Tenant  # tenant and category that it is counted for
     may_be_captured: bool = True  # traffic capture may keep it
     origin: ResumeOrigin | None = None  # what a gateway has fixed for the request
     resumable: bool = True  # its stream can continue at another replica
-    reading: AnswerParserFactory = PLAIN  # parses its answers
+    parsers: AnswerParserFactory = PLAIN  # parses its answers
     trace_headers: Mapping[str, str] = field(default_factory=dict)  # the client's trace context
 
     @property
@@ -227,12 +227,12 @@ class RequestStats:
         num_accepted = sum(cost.num_accepted_tokens for cost in self.costs)
         return mean_acceptance_length(sum(cost.num_steps for cost in self.costs), num_accepted)
 
-    def count_by_requester(self, requester: Tenant, telemetry: RequestTelemetry) -> None:
+    def count_by_requester(self, tenant: Tenant, telemetry: RequestTelemetry) -> None:
         """Count the tokens and drafts of a request that has ended, whether it succeeded or failed."""
         costs = [cost for cost in self._costs if cost is not None]
         num_accepted = sum(cost.num_accepted_tokens for cost in costs)
         num_steps = sum(cost.num_steps for cost in costs)
-        telemetry.count_by_requester(requester, self.num_output_tokens, num_steps, num_accepted)
+        telemetry.count_by_requester(tenant, self.num_output_tokens, num_steps, num_accepted)
 
     def usage(self) -> JsonObject:
         prompt, output = self.num_prompt_tokens, self._num_resumed + self.num_output_tokens

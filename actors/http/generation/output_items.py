@@ -35,10 +35,10 @@ class SectionWriter(ABC):
         self.sections: list[Section] = []  # so far; the last one is open until `close`
         self._is_open = False
 
-    def feed(self, piece: AnswerDelta) -> Events:
+    def feed(self, delta: AnswerDelta) -> Events:
         """Return the events of a piece. A section ends where another begins."""
         events: Events = []
-        for each in piece.pieces:
+        for each in delta.pieces:
             if not self._is_open or self.sections[-1].key != each.key:
                 events += self.close(is_complete=True)
                 events += self._open(each)

@@ -31,29 +31,29 @@ Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 class GenerationRun:
     """The engine's outputs for one `GenerationTask`, counted and logged."""
 
-    def __init__(self, frontend: ServerContext, work: GenerationTask) -> None:
-        self.frontend = frontend
-        self.work = work
-        counter = work.reading.token_counter
-        self.figures = RequestStats(len(work.prompts), work.params, work.resume_state.token_ids, counter)
-        self._params, self._audited = work.params, None
-        self._echoes_only = work.request.echoes_only
-        if frontend.audit is not None and work.single and not self._echoes_only:
-            arguments = work.request_id, work.id, work.prompts[0], work.params, work.resume_state
-            self._audited = frontend.audit.choose(*arguments)
+    def __init__(self, server: ServerContext, task: GenerationTask) -> None:
+        self.server = server
+        self.task = task
+        counter = task.parsers.token_counter
+        self.figures = RequestStats(len(task.prompts), task.params, task.resume_state.token_ids, counter)
+        self._params, self._audited = task.params, None
+        self._echoes_only = task.request.echoes_only
+        if server.audit is not None and task.single and not self._echoes_only:
+            arguments = task.request_id, task.id, task.prompts[0], task.params, task.resume_state
+            self._audited = server.audit.choose(*arguments)
         if self._audited is not None:
             self._params = self._audited.params
         self._num_bytes = 0  # of whole answers
         self._captured: CapturedAnswers | None = None
-        if frontend.capture is not None and work.may_be_captured and not self._echoes_only:
-            self._captured = frontend.capture.choose(
-                work.prompts, work.resume_state, work.model, work.requester, work.params.temperature
+        if server.capture is not None and task.may_be_captured and not self._echoes_only:
+            self._captured = server.capture.choose(
+                task.prompts, task.resume_state, task.model, task.tenant, task.params.temperature
             )
 
     async def outputs(self) -> Outputs:
         """Yield (prompt index, new output). Closing early aborts; the end is logged."""
-        engine, work = self.frontend.engine, self.work
-        limit = ReaderLimit(work.request_id, self.frontend.settings.max_unread_bytes)
+        engine, work = self.server.engine, self.task
+        limit = ReaderLimit(work.request_id, self.server.settings.max_unread_bytes)
         streams = [
             engine.add(self._engine_id(i), prompt, self._params, limit=limit, **self._options())
             for i, prompt in enumerate(work.prompts)
@@ -75,11 +75,11 @@ class GenerationRun:
     async def answers(self) -> list[RequestOutput]:
         """Return the answers to all prompts; the first failure or a cancellation ends all."""
         with self._logged():
-            return await gather_outputs(self._complete(i) for i in range(len(self.work.prompts)))
+            return await gather_outputs(self._complete(i) for i in range(len(self.task.prompts)))
 
     async def _complete(self, index: int) -> RequestOutput:
-        work = self.work
-        answer = await self.frontend.engine.complete(
+        work = self.task
+        answer = await self.server.engine.complete(
             self._engine_id(index),
             work.prompts[index],
             self._params,
@@ -102,7 +102,7 @@ class GenerationRun:
         return without_answer(output) if self._echoes_only else output
 
     def _watch(self, index: int, output: RequestOutput) -> None:
-        self.figures.feed(index, output, self.frontend.telemetry)
+        self.figures.feed(index, output, self.server.telemetry)
         if self._audited is not None:
             self._audited.feed(output)
         if self._captured is not None:
@@ -110,50 +110,50 @@ class GenerationRun:
         _refuse_aborted(output)
 
     def _engine_id(self, index: int) -> str:
-        work = self.work
+        work = self.task
         id = work.id if work.origin is None else f"{work.id}.{work.origin.attempt}"
         return id if len(work.prompts) == 1 else f"{id}-{index}"
 
     def resumed_text(self) -> str:
         """Return the text that the client already has from another replica."""
-        work, tokenizer = self.work, self.frontend.engine.tokenizer
+        work, tokenizer = self.task, self.server.engine.tokenizer
         if tokenizer is None:
             return ""
         return resumed_text(tokenizer, work.prompts[0].token_ids, work.params, work.resume_state)
 
     async def prompt_parts(self, prompt: EncodedPrompt, answer: RequestOutput) -> PromptParts:
-        tokenizer = self.frontend.engine.tokenizer
-        return await PromptParts.of(self.work.request, prompt, answer.prompt_logprobs_state, tokenizer)
+        tokenizer = self.server.engine.tokenizer
+        return await PromptParts.of(self.task.request, prompt, answer.prompt_logprobs_state, tokenizer)
 
     def _options(self) -> RequestOptions:
-        request = self.work.request
+        request = self.task.request
         return {
-            "priority": self.work.priority,
-            "cache_salt": self.work.caller.salt(request.cache_salt),
+            "priority": self.task.priority,
+            "cache_salt": self.task.caller.salt(request.cache_salt),
             "max_draft_tokens": request.speculative.max_draft_tokens,
             "tpot_ms": request.speculative.tpot_ms,
             "adaptive_drafts": request.speculative.adaptive,
             "trace": self._traces or self._detailed,
-            "resume_state": self.work.resume_state,
-            "client_id": self.work.request_id,
-            "owner": self.work.caller.owner,
+            "resume_state": self.task.resume_state,
+            "client_id": self.task.request_id,
+            "owner": self.task.caller.owner,
         }
 
     @contextmanager
     def _logged(self) -> Iterator[None]:
         """Log the request with its final status. Raises RateLimitError from the key's limit."""
         status = 499
-        work, audit = self.work, self.frontend.audit
+        work, audit = self.task, self.server.audit
         count = len(work.prompts) * work.params.n
         pause = nullcontext() if audit is None else audit.pause_for_online_request()
         try:
-            with self.frontend.key_limits.acquire(work.caller.owner, count), pause:
+            with self.server.key_limits.acquire(work.caller.owner, count), pause:
                 yield
             status = 200
         except MantaError as error:
             status = public_error(error).status
             if self.figures.first_token_s is None:
-                self.frontend.telemetry.count_rejection(error)
+                self.server.telemetry.count_rejection(error)
             raise
         except ENDINGS:
             raise
@@ -164,53 +164,53 @@ class GenerationRun:
             self._finish(status)
 
     def _finish(self, status: int) -> None:
-        work = self.work
+        work = self.task
         identity = {"request_id": work.request_id, "id": work.id, "model": work.model}
-        self.frontend.telemetry.log_request({**identity, **self.figures.log_fields(), "status": status})
-        self.figures.count_by_requester(work.requester, self.frontend.telemetry)
-        if self.frontend.tracing is not None:
-            self.frontend.tracing.end(work, self.figures, status, self.frontend.engine.drafter)
-        if self._audited is not None and self.frontend.audit is not None and status == 200:
-            self.frontend.audit.submit(self._audited)
-        if self._captured is not None and self.frontend.capture is not None and status == 200:
-            self.frontend.capture.submit(self._captured)
+        self.server.telemetry.log_request({**identity, **self.figures.log_fields(), "status": status})
+        self.figures.count_by_requester(work.tenant, self.server.telemetry)
+        if self.server.tracing is not None:
+            self.server.tracing.end(work, self.figures, status, self.server.engine.drafter)
+        if self._audited is not None and self.server.audit is not None and status == 200:
+            self.server.audit.submit(self._audited)
+        if self._captured is not None and self.server.capture is not None and status == 200:
+            self.server.capture.submit(self._captured)
 
     def envelope(self, kind: str) -> JsonObject:
-        work = self.work
+        work = self.task
         return {
             "id": work.id,
             "object": kind,
             "created": work.created_s,
             "model": work.model,
-            "system_fingerprint": self.frontend.fingerprint,
+            "system_fingerprint": self.server.fingerprint,
         }
 
     def metrics(self) -> JsonObject | None:
         """Return times and acceptance; None unless there is a single completion."""
-        settings, cost = self.frontend.settings, self.figures.cost
-        if cost is None or not (self.work.single and self.work.request.include_metrics):
+        settings, cost = self.server.settings, self.figures.cost
+        if cost is None or not (self.task.single and self.task.request.include_metrics):
             return None
         times = self.figures.times() if settings.enable_per_request_metrics else {}
         if settings.per_request_spec_decode_metrics == "none" and not self._traces:
             return times or None
-        speculates = self.work.request.speculative.max_draft_tokens != 0 and self.frontend.speculates
+        speculates = self.task.request.speculative.max_draft_tokens != 0 and self.server.speculates
         return {**times, "speculative_decoding": self._acceptance(cost) if speculates else None}
 
     def _acceptance(self, cost: RequestMetrics) -> JsonObject:
         return acceptance(
             cost,
-            self.frontend.engine.info.num_speculative_tokens,
+            self.server.engine.info.num_speculative_tokens,
             detailed=self._traces or self._detailed,
-            first_traced=len(self.work.resume_state.token_ids) if self._traces else None,
+            first_traced=len(self.task.resume_state.token_ids) if self._traces else None,
         )
 
     @property
     def _traces(self) -> bool:
-        return self.work.request.speculative.return_trace
+        return self.task.request.speculative.return_trace
 
     @property
     def _detailed(self) -> bool:
-        return self.frontend.settings.per_request_spec_decode_metrics == "detailed"
+        return self.server.settings.per_request_spec_decode_metrics == "detailed"
 
 
 async def gather_outputs(work: Iterable[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:

@@ -89,18 +89,18 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         self._tracer = self._provider.get_tracer("manta")
 
-    def end(self, work: GenerationTask, figures: RequestStats, status: int, drafter: str | None) -> None:
+    def end(self, task: GenerationTask, figures: RequestStats, status: int, drafter: str | None) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         clock = _WallClock()
         span = self._tracer.start_span(
-            f"{work.operation} {work.model}",
-            context=_parent(work.trace_headers),
+            f"{task.operation} {task.model}",
+            context=_parent(task.trace_headers),
             kind=SpanKind.SERVER,
             start_time=clock.ns(figures.started_s),
             attributes={
-                **_of_request(work),
-                **_of_response(work, figures, status),
+                **_of_request(task),
+                **_of_response(task, figures, status),
                 **_of_speculation(figures.costs, drafter),
             },
         )
@@ -175,15 +175,15 @@ def _parent(headers: Mapping[str, str]) -> Context:
     return TraceContextTextMapPropagator().extract(headers, context=Context())
 
 
-def _of_request(work: GenerationTask) -> Attributes:
-    params, request = work.params, work.request
+def _of_request(task: GenerationTask) -> Attributes:
+    params, request = task.params, task.request
     found: dict[str, str | int | float | list[str]] = {
-        "gen_ai.operation.name": work.operation,
+        "gen_ai.operation.name": task.operation,
         "gen_ai.provider.name": "manta",
-        "gen_ai.request.model": request.model or work.model,
+        "gen_ai.request.model": request.model or task.model,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
-        "manta.request_id": work.request_id,
+        "manta.request_id": task.request_id,
     }
     optional = {
         "gen_ai.request.choice.count": params.n if params.n != 1 else None,
@@ -196,12 +196,12 @@ def _of_request(work: GenerationTask) -> Attributes:
     return {**found, **{name: value for name, value in optional.items() if value is not None}}
 
 
-def _of_response(work: GenerationTask, figures: RequestStats, status: int) -> Attributes:
+def _of_response(task: GenerationTask, figures: RequestStats, status: int) -> Attributes:
     usage = figures.usage()
     found: dict[str, str | int | float | list[str]] = {
         "http.response.status_code": status,
-        "gen_ai.response.id": work.id,
-        "gen_ai.response.model": work.model,
+        "gen_ai.response.id": task.id,
+        "gen_ai.response.model": task.model,
         "gen_ai.usage.input_tokens": usage["prompt_tokens"],
         "gen_ai.usage.output_tokens": usage["completion_tokens"],
         "gen_ai.usage.cache_read.input_tokens": usage["prompt_tokens_details"]["cached_tokens"],

@@ -9,18 +9,18 @@ from ..generation.server_context import ServerContext
 from ..wire.json_io import JsonObject, json_response
 
 
-def model_routes(frontend: ServerContext) -> APIRouter:
+def model_routes(server: ServerContext) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/models")
     async def list_models() -> Response:
         """List the served models."""
-        return json_response({"object": "list", "data": [_card(frontend, name) for name in frontend.names]})
+        return json_response({"object": "list", "data": [_card(server, name) for name in server.names]})
 
     @router.get("/v1/models/{name:path}")
     async def get_model(name: str) -> Response:
         """Return one model."""
-        return json_response(_card(frontend, check_model(frontend, name)))
+        return json_response(_card(server, check_model(server, name)))
 
     return router
 
@@ -38,6 +38,6 @@ def model_card(name: str, *, root: str, created_s: int, max_model_len: int | Non
     }
 
 
-def _card(frontend: ServerContext, name: str) -> JsonObject:
-    limit = frontend.engine.info.max_model_len
-    return model_card(name, root=frontend.name, created_s=frontend.created_s, max_model_len=limit)
+def _card(server: ServerContext, name: str) -> JsonObject:
+    limit = server.engine.info.max_model_len
+    return model_card(name, root=server.name, created_s=server.created_s, max_model_len=limit)

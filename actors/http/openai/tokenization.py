@@ -60,24 +60,24 @@ class DetokenizeRequest(BaseModel):
     ]
 
 
-def tokenization_routes(frontend: ServerContext) -> APIRouter:
+def tokenization_routes(server: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         """Return the token ids of a text or a conversation, as a generation request would have them."""
-        check_model(frontend, body.model)
+        check_model(server, body.model)
         prompt = body.prompt
         if prompt is None:
-            check_tools(frontend.chat, body)
-            prompt = conversation(body, body.messages or (), frontend.engine.tokenizer)
-        token_ids = await frontend.engine.encoder.list_tokens(
+            check_tools(server.chat, body)
+            prompt = conversation(body, body.messages or (), server.engine.tokenizer)
+        token_ids = await server.engine.encoder.list_tokens(
             prompt, MAX_VALUES, add_special_tokens=body.add_special_tokens
         )
         strings = None
         if body.return_token_strs:
-            strings = await frontend.engine.encoder.in_thread(frontend.tokenizer.tokens, token_ids)
-        limit = frontend.engine.info.max_model_len
+            strings = await server.engine.encoder.in_thread(server.tokenizer.tokens, token_ids)
+        limit = server.engine.info.max_model_len
         return json_response(
             {"count": len(token_ids), "max_model_len": limit, "tokens": token_ids, "token_strs": strings}
         )
@@ -85,16 +85,16 @@ def tokenization_routes(frontend: ServerContext) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         """Return the text of token ids."""
-        check_model(frontend, body.model)
-        vocabulary = frontend.engine.info.vocab_size
-        if await frontend.engine.encoder.in_thread(highest, body.tokens) >= vocabulary:
+        check_model(server, body.model)
+        vocabulary = server.engine.info.vocab_size
+        if await server.engine.encoder.in_thread(highest, body.tokens) >= vocabulary:
             at = next(at for at, token_id in enumerate(body.tokens) if token_id >= vocabulary)
             raise RequestError(
                 f"tokens.{at}: {body.tokens[at]} is no token id; the vocabulary has {vocabulary}.",
                 param=f"tokens.{at}",
             )
-        text = await frontend.engine.encoder.in_thread(
-            frontend.tokenizer.decode_unlocked, body.tokens, skip_special_tokens=False
+        text = await server.engine.encoder.in_thread(
+            server.tokenizer.decode_unlocked, body.tokens, skip_special_tokens=False
         )
         return json_response({"prompt": text})
 

@@ -422,14 +422,14 @@ class ChatShape:
     def __init__(
         self, parser_factory: AnswerParserFactory, reasoning_fields: Sequence[str] = REASONING_FIELDS
     ) -> None:
-        self.reading = parser_factory
+        self.parsers = parser_factory
         self._reasoning_fields = reasoning_fields
 
     def opening(self, index: int) -> JsonObject | None:
         return _choice(index, {"role": "assistant", "content": ""})
 
-    def chunks(self, index: int, piece: AnswerDelta) -> list[JsonObject]:
-        choices = [_choice(index, delta) for each in piece.pieces for delta in self._deltas(each)]
+    def chunks(self, index: int, delta: AnswerDelta) -> list[JsonObject]:
+        choices = [_choice(index, part) for each in delta.pieces for part in self._deltas(each)]
         return choices or [_choice(index, {"content": ""})]
 
     def _deltas(self, piece: TextPiece | CallPiece) -> list[JsonObject]:
@@ -441,13 +441,13 @@ class ChatShape:
     def end(self, index: int, finish_reason: str) -> JsonObject:
         return _choice(index, {}, finish_reason)
 
-    def full_choice(self, index: int, piece: AnswerDelta, finish_reason: str) -> JsonObject:
-        content = piece.content if piece.content or not piece else None
+    def full_choice(self, index: int, delta: AnswerDelta, finish_reason: str) -> JsonObject:
+        content = delta.content if delta.content or not delta else None
         message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
-        if piece.reasoning:
-            message |= dict.fromkeys(self._reasoning_fields, piece.reasoning)
-        if piece.calls:
-            message["tool_calls"] = [_call(call) for call in piece.calls]
+        if delta.reasoning:
+            message |= dict.fromkeys(self._reasoning_fields, delta.reasoning)
+        if delta.calls:
+            message["tool_calls"] = [_call(call) for call in delta.calls]
         return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
 
     def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:

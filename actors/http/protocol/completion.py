@@ -96,19 +96,19 @@ class CompletionShape:
     prefix = "cmpl-"
     full_object = "text_completion"
     chunk_object = "text_completion"
-    reading = PLAIN
+    parsers = PLAIN
 
     def opening(self, index: int) -> JsonObject | None:
         return None
 
-    def chunks(self, index: int, piece: AnswerDelta) -> list[JsonObject]:
-        return [{"index": index, "text": piece.content, "logprobs": None, "finish_reason": None}]
+    def chunks(self, index: int, delta: AnswerDelta) -> list[JsonObject]:
+        return [{"index": index, "text": delta.content, "logprobs": None, "finish_reason": None}]
 
     def end(self, index: int, finish_reason: str) -> JsonObject:
         return self.full_choice(index, NO_PIECE, finish_reason)
 
-    def full_choice(self, index: int, piece: AnswerDelta, finish_reason: str) -> JsonObject:
-        return {"index": index, "text": piece.content, "logprobs": None, "finish_reason": finish_reason}
+    def full_choice(self, index: int, delta: AnswerDelta, finish_reason: str) -> JsonObject:
+        return {"index": index, "text": delta.content, "logprobs": None, "finish_reason": finish_reason}
 
     def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
         return completion_logprobs(completion, num_top, offset)

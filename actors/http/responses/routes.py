@@ -18,24 +18,24 @@ from .event_writer import PREFIX, ResponseWriter
 from .request import NAMES, ResponsesRequest
 
 
-def response_routes(frontend: ServerContext) -> APIRouter:
+def response_routes(server: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/responses")
     async def create_response(body: ResponsesRequest, http: Request) -> Response:
         """Create a response (OpenAI's Responses API); nothing is stored."""
         with rename_error_fields(NAMES):
-            supported = SupportedOptions.of(frontend)
+            supported = SupportedOptions.of(server)
         conversation = body.conversation()
         chat = body.for_chat(conversation, supported)
         with rename_error_fields({**NAMES, **conversation.names}):
             ignored = [*body.ignored(supported), *conversation.skipped]
             unknown = [*unknown_fields(body), *conversation.unknown]
             work, parser_factory = await prepare_chat(
-                frontend, PREFIX, chat, http, ignored=ignored, unknown=unknown, resumable=False
+                server, PREFIX, chat, http, ignored=ignored, unknown=unknown, resumable=False
             )
             work = replace(work, ignored=renamed_paths(work.ignored, NAMES))
-            run = GenerationRun(frontend, work)
+            run = GenerationRun(server, work)
             writer = ResponseWriter(response_fields(body, chat, run), body.client_tools, run.metrics)
             return await answer(run, parser_factory, writer, http)
 
@@ -56,17 +56,17 @@ def response_routes(frontend: ServerContext) -> APIRouter:
 
 def response_fields(body: ResponsesRequest, chat: ChatRequest, run: GenerationRun) -> JsonObject:
     """Return all fields of the SDKs' response model except those that grow (`event_writer.py`)."""
-    params = run.work.params
+    params = run.task.params
     text = (
         body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {"format": {"type": "text"}}
     )
     return {
-        "id": run.work.id,
+        "id": run.task.id,
         "object": "response",
-        "created_at": run.work.created_s,
+        "created_at": run.task.created_s,
         "completed_at": None,
-        "model": run.work.model,
-        "system_fingerprint": run.frontend.fingerprint,
+        "model": run.task.model,
+        "system_fingerprint": run.server.fingerprint,
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,

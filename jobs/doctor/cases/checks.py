@@ -128,24 +128,26 @@ class Case:
     fp32: float
     is_operator: bool = True
 
-    def check(self, group: str, place: MachineKind, candidate: BackendCandidate, dtype: torch.dtype) -> Check:
+    def check(
+        self, group: str, machine: MachineKind, candidate: BackendCandidate, dtype: torch.dtype
+    ) -> Check:
         name = f"{self.name}, {str(dtype).removeprefix('torch.')}"
-        return Check(group, name, partial(self._examine, place, candidate, dtype), REMEDY)
+        return Check(group, name, partial(self._examine, machine, candidate, dtype), REMEDY)
 
-    def _examine(self, place: MachineKind, candidate: BackendCandidate, dtype: torch.dtype) -> CheckOutcome:
+    def _examine(self, machine: MachineKind, candidate: BackendCandidate, dtype: torch.dtype) -> CheckOutcome:
         with torch.inference_mode():
-            error = self.error(KernelInputs(place, candidate, dtype))
+            error = self.error(KernelInputs(machine, candidate, dtype))
         return within(error, self.fp32 if dtype is torch.float32 else self.half)
 
 
 def checks_of_served(
-    group: str, place: MachineKind, cases: Iterable[Case], *, quick: bool
+    group: str, machine: MachineKind, cases: Iterable[Case], *, quick: bool
 ) -> Iterator[Check]:
     """Yield each case in each dtype of this device's preferred backend; only one 16-bit dtype if `quick`."""
-    candidate, cases = candidates(place)[0], list(cases)
+    candidate, cases = candidates(machine)[0], list(cases)
     for dtype in candidate.examined(quick=quick):
         for case in cases:
-            yield case.check(group, place, candidate, dtype)
+            yield case.check(group, machine, candidate, dtype)
 
 
 def error_of(inputs: KernelInputs, compute: Callable[[KernelInputs], list[Tensor]]) -> float:

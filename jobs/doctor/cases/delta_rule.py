@@ -36,10 +36,10 @@ _SMALL = {
 _PROMPT, _DRAFTS, _ACCEPTED, _REST = 40, 5, 3, 2
 
 
-def delta_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
-    kinds = _KINDS if place.device.type == "cuda" else _SMALL
+def delta_checks(machine: MachineKind, *, quick: bool) -> Iterator[Check]:
+    kinds = _KINDS if machine.device.type == "cuda" else _SMALL
     cases = [Case(name, partial(_error, kind=kind), _HALF, _FP32) for name, kind in kinds.items()]
-    yield from checks_of_served("own delta rule", place, cases, quick=quick)
+    yield from checks_of_served("own delta rule", machine, cases, quick=quick)
 
 
 class DeltaLayer:
@@ -111,7 +111,7 @@ def _random(inputs: KernelInputs, kind: RecurrentStateSpec) -> tuple[DeltaLayer,
         norm_F=wide(inputs.norm_weight(kind.value_dim)),
         eps=inputs.eps,
     )
-    memory = StateMemory(1, kind, 2, _DRAFTS, inputs.dtype, inputs.place.device)
+    memory = StateMemory(1, kind, 2, _DRAFTS, inputs.dtype, inputs.machine.device)
     width = kind.channels + heads * (kind.value_dim + 2)
     rows_NO = inputs.randn(_PROMPT + 1 + _ACCEPTED + _REST, width)
     return DeltaLayer(inputs.backend, shape, memory, inputs.candidate.page_size), rows_NO

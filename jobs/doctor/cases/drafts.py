@@ -35,25 +35,25 @@ _NEAR = 1e-4  # of margins: fp32 rounding of logits and of the noise of two scor
 _RANK, _TOP_K = 256, 16  # as in published selectors
 
 
-def draft_checks(place: MachineKind) -> Iterator[Check]:
+def draft_checks(machine: MachineKind) -> Iterator[Check]:
     for name in ("greedy", "temperature 1", "Qwen3's"):
-        yield Check("drafts", f"margins, {name}", partial(_margins, place, SAMPLINGS[name]), REMEDY)
-        yield Check("drafts", f"DFlash2's paths, {name}", partial(_paths, place, SAMPLINGS[name]), REMEDY)
-    yield Check("drafts", "cuts", partial(_cuts, place), REMEDY)
-    dtype = torch.float32 if place.interpreted else torch.bfloat16
-    attention_of_blocks = partial(attention_error, requests=place.requests["blocks"])
+        yield Check("drafts", f"margins, {name}", partial(_margins, machine, SAMPLINGS[name]), REMEDY)
+        yield Check("drafts", f"DFlash2's paths, {name}", partial(_paths, machine, SAMPLINGS[name]), REMEDY)
+    yield Check("drafts", "cuts", partial(_cuts, machine), REMEDY)
+    dtype = torch.float32 if machine.interpreted else torch.bfloat16
+    attention_of_blocks = partial(attention_error, requests=machine.requests["blocks"])
     for head_dim in _HEAD_DIMS:
-        shape = PairShape.of("odd heads", {**place.shape.target_json, "head_dim": head_dim})
+        shape = PairShape.of("odd heads", {**machine.shape.target_json, "head_dim": head_dim})
         case = Case(f"attention, heads of {head_dim}", attention_of_blocks, 8, 128)
         candidate = BackendCandidate("triton", "triton", (dtype,))
-        yield case.check("drafts", replace(place, shape=shape), candidate, dtype)
+        yield case.check("drafts", replace(machine, shape=shape), candidate, dtype)
 
 
-def _margins(place: MachineKind, sampling: SlotSampling) -> CheckOutcome:
+def _margins(machine: MachineKind, sampling: SlotSampling) -> CheckOutcome:
     """Check the margin of the best score over the next kept one (the best logit if only one is kept)."""
-    num_rows = 6 if place.interpreted else 32
-    random = torch.Generator(place.device).manual_seed(1)
-    logits_NV = torch.randn(num_rows, place.vocab_size, generator=random, device=place.device).mul_(3)
+    num_rows = 6 if machine.interpreted else 32
+    random = torch.Generator(machine.device).manual_seed(1)
+    logits_NV = torch.randn(num_rows, machine.vocab_size, generator=random, device=machine.device).mul_(3)
     seeds_N, positions_N = np.arange(num_rows) * 10**12, np.arange(num_rows) * 7 + 1
     logits_NV[0, 7] += 40.0  # a row of which filters keep one token
     _, floor_N, margins_N = choose(logits_NV, sampling, seeds_N, positions_N, with_margins=True)
@@ -68,10 +68,10 @@ def _margins(place: MachineKind, sampling: SlotSampling) -> CheckOutcome:
     return CheckOutcome(f"off by {off:.1e}", f"{_NEAR:.0e}", off <= _NEAR)
 
 
-def _cuts(place: MachineKind) -> CheckOutcome:
+def _cuts(machine: MachineKind) -> CheckOutcome:
     """Check that the kernel keeps the same drafts as the host. Few distinct margins give ties."""
     rng = np.random.default_rng(2)
-    count, maximum = (9, 7) if place.interpreted else (256, 15)
+    count, maximum = (9, 7) if machine.interpreted else (256, 15)
     drafts_R = rng.integers(0, maximum + 1, count).astype(np.int32)
     margins_RK = rng.choice(np.array([0.1, 1.0, 7.5], np.float32), (count, maximum))
     made_RK = np.arange(maximum) < drafts_R[:, None]
@@ -79,7 +79,7 @@ def _cuts(place: MachineKind) -> CheckOutcome:
     flat_K, ones_R = np.full(maximum, 0.5, np.float32), np.ones(count, np.float32)
     trim = Trim(flat_K, flat_K, 0 * ones_R, ones_R, np.empty(0, np.float32), num_rows)
     expected_R = drafts_to_verify(np.where(made_RK, margins_RK, np.float32(np.nan)), drafts_R, count, trim)
-    found, _ = cut(drafts_R, margins_RK, trim, num_rows, place.device)
+    found, _ = cut(drafts_R, margins_RK, trim, num_rows, machine.device)
     found_R = found.num_drafts_R.cpu().numpy()
     if found_R.sum() != expected_R.sum():
         return CheckOutcome(f"{found_R.sum()} drafts stay", f"{expected_R.sum()}", passed=False)
@@ -111,25 +111,25 @@ def cut(
     return found, home_RK
 
 
-def _paths(place: MachineKind, sampling: SlotSampling) -> CheckOutcome:
+def _paths(machine: MachineKind, sampling: SlotSampling) -> CheckOutcome:
     """Check DFlash2's paths for ragged blocks followed by padding."""
-    pair, filters = StatePair(place, sampling), sampling.top_k > 0
+    pair, filters = StatePair(machine, sampling), sampling.top_k > 0
     host, block, cu_rows_R1, _ = blocks = pair.blocks(mask_id=0)
-    random = torch.Generator(place.device).manual_seed(3)
+    random = torch.Generator(machine.device).manual_seed(3)
 
     def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random, device=place.device)
+        return torch.randn(shape, generator=random, device=machine.device)
 
     num_rows = len(block.slots_N)
-    logits_NV, gates_NE = randn(num_rows, place.vocab_size), randn(num_rows, _RANK)
-    predecessor_VE, successor_VE = (0.1 * randn(place.vocab_size, _RANK) for _ in range(2))
+    logits_NV, gates_NE = randn(num_rows, machine.vocab_size), randn(num_rows, _RANK)
+    predecessor_VE, successor_VE = (0.1 * randn(machine.vocab_size, _RANK) for _ in range(2))
     codebooks = SelectorCodebooks(predecessor_VE, successor_VE, _TOP_K)
     mine_X = blocks.draft_rows
     theirs = select_paths(logits_NV[mine_X], gates_NE[mine_X], host, codebooks)
     state = pair.device.sampling
-    workspace = SamplingWorkspace.build(num_rows, place.vocab_size, place.device)
+    workspace = SamplingWorkspace.build(num_rows, machine.vocab_size, machine.device)
     found = find_candidates(logits_NV, block, state, _TOP_K, filters=filters, workspace=workspace)
-    margins_N = torch.zeros(num_rows, device=place.device)
+    margins_N = torch.zeros(num_rows, device=machine.device)
     chosen_N = walk_paths(
         found, gates_NE, block, cu_rows_R1, state, codebooks, filters=filters, margins_N=margins_N
     )

@@ -49,9 +49,9 @@ class ExpertKind:
     activation: ExpertActivation
     codes: Literal["mxfp4", "int4", "e4m3", "nvfp4"] | None = None
 
-    def rows(self, place: MachineKind) -> tuple[int, ...]:
+    def rows(self, machine: MachineKind) -> tuple[int, ...]:
         """Return numbers of rows that use tiles of every height."""
-        return _GPU_ROWS[self.places] if place.device.type == "cuda" else _SMALL_ROWS
+        return _GPU_ROWS[self.places] if machine.device.type == "cuda" else _SMALL_ROWS
 
 
 QWEN3_30B = ExpertKind("plain, SiLU", 2048, 768, 128, 8, "silu")
@@ -63,24 +63,25 @@ NVFP4_30B = replace(QWEN3_30B, name="NVFP4, SiLU", codes="nvfp4")
 _SMALL = {"hidden": 256, "inner": 128, "experts": 4, "places": 2}
 
 
-def expert_kinds(place: MachineKind) -> list[ExpertKind]:
+def expert_kinds(machine: MachineKind) -> list[ExpertKind]:
     kinds = [QWEN3_30B, GEMMA4_26B, GPT_OSS_20B, KIMI_K2, DEEPSEEK_V3, NVFP4_30B]
-    return kinds if place.device.type == "cuda" else [replace(kind, **_SMALL) for kind in kinds]
+    return kinds if machine.device.type == "cuda" else [replace(kind, **_SMALL) for kind in kinds]
 
 
 def bytes_of(weight: Tensor | PackedCodes) -> int:
     return weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes
 
 
-def expert_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
+def expert_checks(machine: MachineKind, *, quick: bool) -> Iterator[Check]:
     cases = [
-        Case(kind.name, partial(_error, kind=kind, quick=quick), _HALF, _FP32) for kind in expert_kinds(place)
+        Case(kind.name, partial(_error, kind=kind, quick=quick), _HALF, _FP32)
+        for kind in expert_kinds(machine)
     ]
-    yield from checks_of_served("own experts", place, cases, quick=quick)
+    yield from checks_of_served("own experts", machine, cases, quick=quick)
 
 
 def _error(inputs: KernelInputs, kind: ExpertKind, quick: bool) -> float:
-    rows, weights = kind.rows(inputs.place), random_experts(inputs, kind)
+    rows, weights = kind.rows(inputs.machine), random_experts(inputs, kind)
     experts, errors = inputs.backend.experts(weights), []
     for num_rows in rows[:: len(rows) - 1] if quick else rows:
         routed = random_rows(inputs, kind, num_rows)
@@ -115,7 +116,7 @@ def _weight(
     """Make random weights that keep a product's magnitude; codes have their root mean square."""
     if kind.codes is None:
         return inputs.weight(experts * num_out, num_in).unflatten(0, (experts, num_out))
-    device = inputs.place.device
+    device = inputs.machine.device
     random = torch.Generator(device).manual_seed(0)
     code, group, deviation = _FORMS[kind.codes]
     width = num_in if code == "e4m3" else num_in // 2

@@ -44,8 +44,8 @@ _KIMI = _Sizes(8, 128, 64, 128, 512, prompts=(2100, 171), block=16)
 _SMALL = _Sizes(3, 20, 8, 12, 32, prompts=(50, 33), block=5)
 
 
-def latent_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
-    sizes = _KIMI if place.device.type == "cuda" else _SMALL
+def latent_checks(machine: MachineKind, *, quick: bool) -> Iterator[Check]:
+    sizes = _KIMI if machine.device.type == "cuda" else _SMALL
     counts = {
         "long prompts, expanded": sizes.prompts,
         "short prompts, expanded": (sizes.prompts[1], sizes.prompts[1]),
@@ -55,7 +55,7 @@ def latent_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
         Case(name, partial(error_of, compute=partial(_attend, sizes=sizes, rows=rows)), _HALF, _FP32)
         for name, rows in counts.items()
     ]
-    yield from checks_of_served("own latents", place, cases, quick=quick)
+    yield from checks_of_served("own latents", machine, cases, quick=quick)
 
 
 def _attend(inputs: KernelInputs, *, sizes: _Sizes, rows: tuple[int, int]) -> list[Tensor]:

@@ -28,20 +28,20 @@ _NUM_LAYERS = 2  # of a pass, with random weights
 _PADDING = 2  # rows without a request after the others, as in captured steps
 
 
-def operator_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
+def operator_checks(machine: MachineKind, *, quick: bool) -> Iterator[Check]:
     """Yield all cases of every backend; if `quick`, of the GPU's preferred one, and one 16-bit dtype."""
-    for candidate in candidates(place)[: 1 if quick and place.device.type == "cuda" else None]:
+    for candidate in candidates(machine)[: 1 if quick and machine.device.type == "cuda" else None]:
         for dtype in candidate.examined(quick=quick):
-            kind, reason = str(dtype).removeprefix("torch."), candidate.why_not(place, dtype)
+            kind, reason = str(dtype).removeprefix("torch."), candidate.why_not(machine, dtype)
             if reason is not None:
                 yield raising(candidate.name, kind, NotHereError(f"{candidate.name} {reason}"))
                 continue
-            for case in operator_cases(place):
+            for case in operator_cases(machine):
                 if not case.is_operator or candidate.setting != "compiled":
-                    yield case.check(candidate.name, place, candidate, dtype)
+                    yield case.check(candidate.name, machine, candidate, dtype)
 
 
-def operator_cases(place: MachineKind) -> list[Case]:
+def operator_cases(machine: MachineKind) -> list[Case]:
     def of(compute: Callable[..., list[Tensor]], **how: object) -> Callable[[KernelInputs], float]:
         return partial(error_of, compute=partial(compute, **how))
 
@@ -54,7 +54,7 @@ def operator_cases(place: MachineKind) -> list[Case]:
         Case("GELU product", of(_gate, activation="gelu_tanh"), 4, 256),
         *(
             Case(f"attention of {kind}", partial(attention_error, requests=requests), 8, 128)
-            for kind, requests in place.requests.items()
+            for kind, requests in machine.requests.items()
         ),
         Case("drafter's context K/V", of(_context), 4, 8),
         Case("DFlash2's convolutions", of(_convolutions), 4, 16),
@@ -70,7 +70,7 @@ def _product(inputs: KernelInputs) -> list[Tensor]:
 
 def product_of_blocks(inputs: KernelInputs, num_rows: int = 16) -> list[Tensor]:
     """Multiply by the K and V rows within q, k, v weights of all layers, as the drafter's context does."""
-    of, num_layers = inputs.attention, inputs.place.shape.drafter.num_layers
+    of, num_layers = inputs.attention, inputs.machine.shape.drafter.num_layers
     q_size, kv_size = of.num_heads * of.head_dim, of.num_kv_heads * of.head_dim
     weight_OH = inputs.weight(num_layers * (q_size + 2 * kv_size), inputs.hidden)
     weight_LRH = weight_OH.unflatten(0, (num_layers, -1))[:, q_size:]
@@ -126,7 +126,7 @@ def attend(
     """
     of, contexts = inputs.attention, Contexts(inputs, requests, num_layers=2)
     contexts.fill(inputs)
-    sinks_Q = torch.linspace(-2, 2, of.num_heads, device=inputs.place.device)
+    sinks_Q = torch.linspace(-2, 2, of.num_heads, device=inputs.machine.device)
     shape = inputs.attention_shape(
         inputs.rope(contexts.length),
         causal=causal,
@@ -144,8 +144,8 @@ def attend(
 
 
 def _context(inputs: KernelInputs) -> list[Tensor]:
-    of, num_layers = inputs.attention, inputs.place.shape.drafter.num_layers
-    contexts = Contexts(inputs, inputs.place.requests["blocks"], num_layers)
+    of, num_layers = inputs.attention, inputs.machine.shape.drafter.num_layers
+    contexts = Contexts(inputs, inputs.machine.requests["blocks"], num_layers)
     rows, rope = contexts.rows(), inputs.rope(contexts.length)
     write = inputs.backend.context_writer(
         inputs.norm_weight(num_layers, of.head_dim), inputs.eps, of.num_kv_heads
@@ -176,7 +176,7 @@ def _target_pass(inputs: KernelInputs) -> list[Tensor]:
 
 
 def _draft_pass(inputs: KernelInputs) -> list[Tensor]:
-    of, window = inputs.attention, inputs.place.context // 2
+    of, window = inputs.attention, inputs.machine.context // 2
     contexts = Contexts(inputs, _requests(inputs), _NUM_LAYERS)
     rope = inputs.rope(contexts.length)
     blocks = [_random_block(inputs, rope, causal=False, window=window) for _ in range(_NUM_LAYERS)]
@@ -191,7 +191,7 @@ def _draft_pass(inputs: KernelInputs) -> list[Tensor]:
 
 
 def _requests(inputs: KernelInputs) -> Requests:
-    return ((inputs.place.context, 16), (17, 3))
+    return ((inputs.machine.context, 16), (17, 3))
 
 
 def _random_norm(inputs: KernelInputs) -> RMSNorm:

@@ -35,7 +35,7 @@ _FEW_ROWS = (16, 100)
 _MANY_ROWS = 200  # more than own products of codes take
 
 
-def product_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
+def product_checks(machine: MachineKind, *, quick: bool) -> Iterator[Check]:
     rows = _FEW_ROWS if quick else _ROWS
     computed: dict[str, Callable[[KernelInputs, int], list[Tensor]]] = {
         "residual, then norm": _residual,
@@ -52,7 +52,7 @@ def product_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
         Case(f"codes {code}", partial(_codes_error, code=code, rows=(*rows, _MANY_ROWS)), _HALF, _FP32)
         for code in sorted(ON_GPUS)
     ]
-    yield from checks_of_served("own products", place, cases, quick=quick)
+    yield from checks_of_served("own products", machine, cases, quick=quick)
 
 
 class OwnProducts(TritonBackend):
@@ -72,8 +72,8 @@ class OwnProducts(TritonBackend):
 def _error(
     inputs: KernelInputs, compute: Callable[[KernelInputs, int], list[Tensor]], rows: tuple[int, ...]
 ) -> float:
-    backend = OwnProducts(inputs.place.device)
-    own = KernelInputs(inputs.place, inputs.candidate, inputs.dtype, backend)
+    backend = OwnProducts(inputs.machine.device)
+    own = KernelInputs(inputs.machine, inputs.candidate, inputs.dtype, backend)
     error = max(error_of(own, lambda each, count=count: compute(each, count)) for count in rows)
     assert not backend.workspace.arrived_E.any(), "counters must be zero after a launch"
     return error
@@ -82,7 +82,7 @@ def _error(
 def _codes_error(inputs: KernelInputs, code: Code, rows: tuple[int, ...]) -> float:
     """Return the error of products with random codes in groups of 32 inputs, against their values."""
     most, shape = {"int8": 256, "e4m3": 0x7F}.get(code, 16), (inputs.inner, inputs.hidden)
-    device, random = inputs.place.device, torch.Generator(inputs.place.device).manual_seed(0)
+    device, random = inputs.machine.device, torch.Generator(inputs.machine.device).manual_seed(0)
     codes_OH = torch.randint(most, shape, dtype=torch.uint8, device=device, generator=random)
     scales_OG = torch.rand(shape[0], shape[1] // GROUP, device=device, generator=random) / most
     matrix = QuantizedMatrix(code, codes_OH.view(torch.int8) if code == "int8" else codes_OH, scales_OG)

@@ -55,18 +55,18 @@ SAMPLINGS = {
 _NEAR = 2e-5  # of scores and filter thresholds: the noise differs in the last places of fp32
 
 
-def step_checks(place: MachineKind, *, quick: bool) -> Iterator[Check]:
-    yield Check("steps", "rows and proposals", partial(_rows, place), REMEDY)
-    yield Check("steps", "verdicts", partial(_verification, place), REMEDY)
-    dtypes = (torch.float32,) if quick or place.interpreted else (torch.float32, torch.bfloat16)
+def step_checks(machine: MachineKind, *, quick: bool) -> Iterator[Check]:
+    yield Check("steps", "rows and proposals", partial(_rows, machine), REMEDY)
+    yield Check("steps", "verdicts", partial(_verification, machine), REMEDY)
+    dtypes = (torch.float32,) if quick or machine.interpreted else (torch.float32, torch.bfloat16)
     for name, sampling in SAMPLINGS.items():
         for dtype in dtypes:
-            look = partial(_tokens, place, sampling, dtype)
+            look = partial(_tokens, machine, sampling, dtype)
             line = f"tokens, {name}, {str(dtype).removeprefix('torch.')}"
             yield Check("steps", line, look, REMEDY)
-    attend_with_sinks = partial(attend, requests=place.requests["blocks"], has_sinks=True)
+    attend_with_sinks = partial(attend, requests=machine.requests["blocks"], has_sinks=True)
     sinks = Case("attention with sinks", partial(error_of, compute=attend_with_sinks), 8, 128)
-    yield from checks_of_served("steps", place, [sinks], quick=quick)
+    yield from checks_of_served("steps", machine, [sinks], quick=quick)
 
 
 class DraftBlocks(NamedTuple):
@@ -96,18 +96,18 @@ class StatePair:
 
     def __init__(
         self,
-        place: MachineKind,
+        machine: MachineKind,
         sampling: SlotSampling | Sequence[SlotSampling] = _GREEDY,
         drafts: Sequence[int] = _DRAFTS,
     ) -> None:
-        self._device = place.device
+        self._device = machine.device
         rng = np.random.default_rng(0)
         requests = len(drafts)
         samplings = [sampling] * requests if isinstance(sampling, SlotSampling) else sampling
         prompts = [_PROMPTS[i % len(_PROMPTS)] for i in range(requests)]
         pages = -(-_LENGTH // _PAGE)
         num_pages = requests * pages
-        size = (requests, _LENGTH, (num_pages,), _PAGE, place.device)
+        size = (requests, _LENGTH, (num_pages,), _PAGE, machine.device)
         self.host, self.device = RequestStates(*size), DeviceStates(*size)
         admission = dummy_step(
             [0] * requests,
@@ -182,15 +182,15 @@ def _count(pairs: list[tuple[Tensor, Tensor]]) -> tuple[int, int]:
     return sum(int((a != b).sum()) for a, b in pairs), sum(a.numel() for a, _ in pairs)
 
 
-def _rows(place: MachineKind) -> CheckOutcome:
-    pair = StatePair(place)
+def _rows(machine: MachineKind) -> CheckOutcome:
+    pair = StatePair(machine)
     *of_blocks, _ = pair.draft()
     of_rows = pair.rows()
     return none_differ(of_blocks[0] + of_rows[0], of_blocks[1] + of_rows[1], "integers")
 
 
-def _verification(place: MachineKind) -> CheckOutcome:
-    pair = StatePair(place)
+def _verification(machine: MachineKind) -> CheckOutcome:
+    pair = StatePair(machine)
     *_, drafts_RK = pair.draft()
     plan, tables, requests = pair.step, pair.device.tables, pair.requests
     chosen_N = pair.words(requests.num_rows)
@@ -212,11 +212,11 @@ def _verification(place: MachineKind) -> CheckOutcome:
     return none_differ(*_count(pairs), "integers")
 
 
-def _tokens(place: MachineKind, sampling: SlotSampling, dtype: torch.dtype) -> CheckOutcome:
+def _tokens(machine: MachineKind, sampling: SlotSampling, dtype: torch.dtype) -> CheckOutcome:
     """Check that filters keep the right tokens and each row's token has the best score, up to `_NEAR`."""
-    num_rows = 6 if place.interpreted else 32
-    random = torch.Generator(place.device).manual_seed(0)
-    logits_NV = torch.randn(num_rows, place.vocab_size, generator=random, device=place.device)
+    num_rows = 6 if machine.interpreted else 32
+    random = torch.Generator(machine.device).manual_seed(0)
+    logits_NV = torch.randn(num_rows, machine.vocab_size, generator=random, device=machine.device)
     logits_NV = logits_NV.mul_(3).to(dtype)
     seeds_N, positions_N = np.arange(num_rows) * 10**12, np.arange(num_rows) * 7 + 1
     ids_N, floor_N, _ = choose(logits_NV, sampling, seeds_N, positions_N, with_margins=False)

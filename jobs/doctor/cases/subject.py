@@ -96,19 +96,19 @@ class BackendCandidate:
         spared = torch.float16 if quick and torch.bfloat16 in self.dtypes else None
         return tuple(dtype for dtype in self.dtypes if dtype is not spared)
 
-    def why_not(self, place: MachineKind, dtype: torch.dtype) -> str | None:
+    def why_not(self, machine: MachineKind, dtype: torch.dtype) -> str | None:
         """Return why it does not run here, as text that follows its name; None if it runs."""
-        shape = place.shape
-        machine = DeviceCapabilities(place.device, dtype, self.page_size, num_ranks=1)
+        shape = machine.shape
+        capabilities = DeviceCapabilities(machine.device, dtype, self.page_size, num_ranks=1)
         backend = "loops" if self.name == "loops" else self.setting or "torch"
-        return why_not(backend, [shape.target.of_backend(), shape.drafter.of_backend()], machine)
+        return why_not(backend, [shape.target.of_backend(), shape.drafter.of_backend()], capabilities)
 
 
-def candidates(place: MachineKind) -> list[BackendCandidate]:
+def candidates(machine: MachineKind) -> list[BackendCandidate]:
     both = (torch.float32, torch.bfloat16)
-    if place.interpreted:  # the interpreter's bf16 products are wrong
+    if machine.interpreted:  # the interpreter's bf16 products are wrong
         return [BackendCandidate("triton", "triton", (torch.float32, torch.float16))]
-    if place.device.type == "cuda":
+    if machine.device.type == "cuda":
         return [
             BackendCandidate("triton", "triton", (*HALVES, torch.float32)),
             BackendCandidate("triton, pages of 64", "triton", (torch.bfloat16,), page_size=64),
@@ -127,32 +127,32 @@ class KernelInputs:
 
     def __init__(
         self,
-        place: MachineKind,
+        machine: MachineKind,
         candidate: BackendCandidate,
         dtype: torch.dtype,
         backend: Backend | None = None,
     ) -> None:
-        self.place, self.candidate, self.dtype = place, candidate, dtype
-        self.backend = backend or _open(place, candidate, dtype)
-        self.eps = place.shape.target.rms_norm_eps
-        self.hidden = place.shape.target.hidden_size
-        dense = place.shape.target.layers[0].dense
+        self.machine, self.candidate, self.dtype = machine, candidate, dtype
+        self.backend = backend or _open(machine, candidate, dtype)
+        self.eps = machine.shape.target.rms_norm_eps
+        self.hidden = machine.shape.target.hidden_size
+        dense = machine.shape.target.layers[0].dense
         assert dense is not None, "shapes must be those of dense pairs"
         self.inner = dense.inner_size
-        self.attention: TargetAttention = place.shape.target.attention(0)
+        self.attention: TargetAttention = machine.shape.target.attention(0)
         self.is_examined = True  # False for the definition
         self._drawn_dtype = dtype
-        self._random = torch.Generator(place.device).manual_seed(0)
+        self._random = torch.Generator(machine.device).manual_seed(0)
 
     def definition(self) -> KernelInputs:
         """Return inputs with PyTorch's operators in fp64; the next operands equal these."""
-        found = KernelInputs(self.place, self.candidate, self.dtype, EagerBackend())
+        found = KernelInputs(self.machine, self.candidate, self.dtype, EagerBackend())
         found.dtype, found.is_examined = torch.float64, False
         found._random.set_state(self._random.get_state())
         return found
 
     def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
-        tensor = torch.randn(shape, generator=self._random, device=self.place.device)
+        tensor = torch.randn(shape, generator=self._random, device=self.machine.device)
         return self.rounded(tensor.mul_(scale))
 
     def rounded(self, tensor: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class KernelInputs:
 
     def rope(self, max_positions: int, head_dim: int | None = None) -> RotaryEmbedding:
         config = RopeConfig(head_dim or self.attention.head_dim, 1e6, "default", {})
-        rope = RotaryEmbedding(config, max_positions, self._drawn_dtype, self.place.device)
+        rope = RotaryEmbedding(config, max_positions, self._drawn_dtype, self.machine.device)
         rope.cos_TD, rope.sin_TD = (table.to(self.dtype) for table in (rope.cos_TD, rope.sin_TD))
         return rope
 
@@ -203,14 +203,14 @@ class Contexts:
     ) -> None:
         self.first_R, self.rows_R = (np.array(column) for column in zip(*requests, strict=True))
         self._backend = inputs.backend
-        self._device, self._page_size = inputs.place.device, inputs.candidate.page_size
+        self._device, self._page_size = inputs.machine.device, inputs.candidate.page_size
         pages = -(-self.length // self._page_size)
         order = np.random.default_rng(0).permutation(pages * len(requests))
         self._pages_RP = order.reshape(len(requests), pages)
         of = inputs.attention
         geometry = geometry or KVCacheSpec(of.num_kv_heads, of.head_dim, of.head_dim)
         self.cache = PagedKVCache(
-            num_layers, len(order), self._page_size, geometry, inputs.dtype, inputs.place.device
+            num_layers, len(order), self._page_size, geometry, inputs.dtype, inputs.machine.device
         )
         self.cache.kv.fill_(1e4)
 
@@ -260,18 +260,18 @@ class Contexts:
         return torch.from_numpy(values).to(self._device)
 
 
-def _open(place: MachineKind, candidate: BackendCandidate, dtype: torch.dtype) -> Backend:
+def _open(machine: MachineKind, candidate: BackendCandidate, dtype: torch.dtype) -> Backend:
     if candidate.setting is None:
         return EagerBackend()
     config = EngineConfig(
-        model=place.shape.name,
+        model=machine.shape.name,
         skip_tokenizer_init=True,
         dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
-        device="cuda" if place.device.type == "cuda" else "cpu",
+        device="cuda" if machine.device.type == "cuda" else "cpu",
         attention_backend=candidate.setting,
         page_size=candidate.page_size,
     )
-    nowhere, threads = Path(place.shape.name), torch.get_num_threads()
-    backend = make_backend(plan_models(config, nowhere, place.shape.target, None, None, place.context))
+    nowhere, threads = Path(machine.shape.name), torch.get_num_threads()
+    backend = make_backend(plan_models(config, nowhere, machine.shape.target, None, None, machine.context))
     torch.set_num_threads(threads)  # a backend with its own threads reduces PyTorch's
     return backend

@@ -85,28 +85,28 @@ def through_json(value: Any) -> Any:
     return orjson.loads(orjson.dumps(value))
 
 
-def by_chat(piece: AnswerDelta, cut: bool) -> list[Any]:
+def by_chat(delta: AnswerDelta, cut: bool) -> list[Any]:
     shape = ChatShape(AnswerParserFactory())
-    message = shape.full_choice(0, piece, "length" if cut else "tool_calls")["message"]
-    results = [{"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in piece.calls]
+    message = shape.full_choice(0, delta, "length" if cut else "tool_calls")["message"]
+    results = [{"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in delta.calls]
     return [NEXT, through_json(message), *results, NEXT]
 
 
-def chat(piece: AnswerDelta, cut: bool) -> ChatRequest:
-    return ChatRequest.model_validate({"messages": by_chat(piece, cut)})
+def chat(delta: AnswerDelta, cut: bool) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": by_chat(delta, cut)})
 
 
-def batch_row(piece: AnswerDelta, cut: bool) -> ChatRequest:
-    line = {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": by_chat(piece, cut)}}
+def batch_row(delta: AnswerDelta, cut: bool) -> ChatRequest:
+    line = {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": by_chat(delta, cut)}}
     body = read_request(line, RowSchema(kind="openai"), GenerationDefaults()).body
     assert isinstance(body, ChatRequest)
     return body
 
 
-def responses(piece: AnswerDelta, cut: bool) -> ChatRequest:
+def responses(delta: AnswerDelta, cut: bool) -> ChatRequest:
     """Collect a stream's items from its events, as Codex does."""
     writer = ResponseWriter({"id": "resp_1"}, ClientTools([]))
-    events = [*writer.feed(piece), *writer.finish("length" if cut else "stop", None, USAGE)]
+    events = [*writer.feed(delta), *writer.finish("length" if cut else "stop", None, USAGE)]
     items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert items == writer.full_body()["output"]
     results = [
@@ -118,9 +118,9 @@ def responses(piece: AnswerDelta, cut: bool) -> ChatRequest:
     return request.for_chat(request.conversation(), HEEDS)
 
 
-def messages(piece: AnswerDelta, cut: bool) -> ChatRequest:
+def messages(delta: AnswerDelta, cut: bool) -> ChatRequest:
     writer = MessageWriter("msg_1", "m", 9)
-    events = [*writer.feed(piece), *writer.finish("length" if cut else "stop", None, USAGE)]
+    events = [*writer.feed(delta), *writer.finish("length" if cut else "stop", None, USAGE)]
     content = through_json(writer.full_body()["content"])
     assert inputs_of(events) == [block["input"] for block in content if block["type"] == "tool_use"]
     results = [

@@ -29,20 +29,20 @@ from support.oracles.sampling_cases import WHOLE
 LONG = ("attention, heads of", "attention of prompts", "codes ")
 
 
-def _with_bf16(place: MachineKind) -> list[BackendCandidate]:
+def _with_bf16(machine: MachineKind) -> list[BackendCandidate]:
     """Return the candidates, with the dtype that only the tests' interpreter computes right."""
-    return [replace(each, dtypes=(*each.dtypes, torch.bfloat16)) for each in candidates(place)]
+    return [replace(each, dtypes=(*each.dtypes, torch.bfloat16)) for each in candidates(machine)]
 
 
 def checks() -> list[Any]:
     if ON_GPU:
         return []
-    place = MachineKind.detect()
+    machine = MachineKind.detect()
     with (
         patch.object(cases.checks, "candidates", _with_bf16),
         patch.object(cases.operators, "candidates", _with_bf16),
     ):
-        found = [*operator_checks(place, quick=False), *kernel_checks(place, quick=False)]
+        found = [*operator_checks(machine, quick=False), *kernel_checks(machine, quick=False)]
     if WHOLE:
         return found
     by_name: dict[tuple[str, str], list[Check]] = {}
