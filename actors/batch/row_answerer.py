@@ -115,7 +115,7 @@ class RowAnswerer:
     def __init__(
         self,
         engine: AsyncEngine,
-        layout: RowSchema,
+        row_schema: RowSchema,
         generation: GenerationDefaults,
         model_name: str,
         columns: pa.Schema = NO_COLUMNS,
@@ -127,7 +127,7 @@ class RowAnswerer:
     ) -> None:
         self._caller = caller
         self._engine = engine
-        self._layout = layout
+        self._row_schema = row_schema
         self._generation = generation
         self._model_name = model_name
         self._columns = columns
@@ -139,24 +139,24 @@ class RowAnswerer:
     async def answer(self, row: Row, *, attempts: int = 1) -> Result:
         """`attempts`: starts of the row, including this one."""
         begin_s = time.time()
-        name, category = id_of(row, self._layout), None
+        name, category = id_of(row, self._row_schema), None
         try:
-            record = record_of(row, self._layout)
-            category = category_of(record, self._layout)
-            request = read_request(record, self._layout, self._generation, name)
+            record = record_of(row, self._row_schema)
+            category = category_of(record, self._row_schema)
+            request = read_request(record, self._row_schema, self._generation, name)
             request, answer, parser_factory, prompt_parts = await self._complete(name, request)
             result = self._success(request, answer, parser_factory, prompt_parts)
-            result |= passed_through(record, self._columns, _line(row, self._layout))
+            result |= passed_through(record, self._columns, _line(row, self._row_schema))
         except EngineDeadError:
             raise
         except MantaError as error:
-            result = failure(row, error, self._layout, self._columns, attempts=attempts)
+            result = failure(row, error, self._row_schema, self._columns, attempts=attempts)
         except ENDINGS:
             raise
         except BaseException as error:  # contain the failure: only this row fails
             logger.exception("row %d (%s) failed", row.number, brief_name(name))
             wrong = MantaError(f"{type(error).__name__} in the engine: {error}.")
-            result = failure(row, wrong, self._layout, self._columns, attempts=attempts)
+            result = failure(row, wrong, self._row_schema, self._columns, attempts=attempts)
         return {
             "row": row.number,
             "id": name,
@@ -224,8 +224,8 @@ class RowAnswerer:
             "ignored": ignored_fields(request, self._engine.tokenizer),
         }
         response = self._response(request, answer, parser_factory, prompt_parts)
-        if self._layout.kind != "openai" and not (
-            self._layout.version > 1 and _says_more(response, first.text)
+        if self._row_schema.kind != "openai" and not (
+            self._row_schema.version > 1 and _says_more(response, first.text)
         ):
             return result
         return result | {"response": json.dumps(response, ensure_ascii=False)}
@@ -261,19 +261,19 @@ class RowAnswerer:
 
 
 def failure(
-    row: Row, error: MantaError, layout: RowSchema, columns: pa.Schema = NO_COLUMNS, *, attempts: int = 1
+    row: Row, error: MantaError, row_schema: RowSchema, columns: pa.Schema = NO_COLUMNS, *, attempts: int = 1
 ) -> Result:
     """Return the result of a row without a response, without `begin_s` and `end_s`."""
-    text = row.fault is not None or layout.lines
+    text = row.fault is not None or row_schema.lines
     try:
-        passthrough = passed_through(record_of(row, layout), columns, _line(row, layout))
+        passthrough = passed_through(record_of(row, row_schema), columns, _line(row, row_schema))
     except MantaError:
         passthrough = {}
-    if layout.kind == "openai":
+    if row_schema.kind == "openai":
         passthrough["response"] = error_body(error.status, error.message, error.param, error.kind).decode()
     return {
         "row": row.number,
-        "id": id_of(row, layout),
+        "id": id_of(row, row_schema),
         "attempts": attempts,
         "error": {"type": error.kind, "message": error.message, "param": error.param, "attempts": attempts},
         "input": row.record["text"] if text else json.dumps(row.record, default=str, ensure_ascii=False),
@@ -285,19 +285,19 @@ def unanswered(
     row: Row,
     kind: str,
     message: str,
-    layout: RowSchema,
+    row_schema: RowSchema,
     columns: pa.Schema = NO_COLUMNS,
     *,
     attempts: int = 0,
 ) -> Result:
     """Return the complete result of a row that no engine will answer; `kind` is its error's type."""
-    result = failure(row, MantaError(message), layout, columns, attempts=attempts)
+    result = failure(row, MantaError(message), row_schema, columns, attempts=attempts)
     now_s, error = time.time(), result["error"] | {"type": kind}
     return result | {"error": error, "response": None, "begin_s": now_s, "end_s": now_s}
 
 
-def _line(row: Row, layout: RowSchema) -> str | None:
-    return row.record["text"] if layout.lines else None
+def _line(row: Row, row_schema: RowSchema) -> str | None:
+    return row.record["text"] if row_schema.lines else None
 
 
 def with_formats(request: RowRequest, chat: ChatModel, prompt: str) -> RowRequest:

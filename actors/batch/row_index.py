@@ -109,7 +109,7 @@ class RowIndex:
 
 
 def index_rows(
-    source: Dataset, layout: RowSchema, *, duplicates: Duplicates = "refuse", stop: Stop = lambda: False
+    source: Dataset, row_schema: RowSchema, *, duplicates: Duplicates = "refuse", stop: Stop = lambda: False
 ) -> RowIndex:
     """Read all rows and index them.
 
@@ -119,7 +119,7 @@ def index_rows(
     `duplicates`: what to do if an id occurs twice. Rows without an id get a hash of their content as id and
     are always numbered.
     """
-    scan = _Scan(source, layout, stop)
+    scan = _Scan(source, row_schema, stop)
     for file in source.files:
         scan.add(file)
     hashes = np.frombuffer(scan.hashes, dtype=np.uint64) if scan.hashes else np.zeros(0, np.uint64)
@@ -134,20 +134,22 @@ def index_rows(
         tuple(scan.marks),
         hashes,
     )
-    with closing(RowReader(source, layout)) as reader:
-        return replace(index, duplicates=_find_duplicates(index, source, layout, reader, duplicates, stop))
+    with closing(RowReader(source, row_schema)) as reader:
+        return replace(
+            index, duplicates=_find_duplicates(index, source, row_schema, reader, duplicates, stop)
+        )
 
 
 class _Scan:
-    def __init__(self, source: Dataset, layout: RowSchema, stop: Stop) -> None:
+    def __init__(self, source: Dataset, row_schema: RowSchema, stop: Stop) -> None:
         self.hashes: array[int] = array("Q")
         self.begins: list[int] = []
         self.marks: list[np.ndarray] = []
         self.digests: list[Mapping[str, str]] = []
         self._source = source
-        self._layout = layout
+        self._row_schema = row_schema
         self._stop = stop
-        self._types = ColumnTypes(layout) if layout.columns else None
+        self._types = ColumnTypes(row_schema) if row_schema.columns else None
         self._schemas: list[pa.Schema] = []
 
     def add(self, file: SourceFile) -> None:
@@ -160,7 +162,7 @@ class _Scan:
     def columns(self) -> pa.Schema:
         if self._types is None:
             return pa.schema([])
-        columns = of_parquet(self._schemas, self._layout) if self._schemas else self._types.schema()
+        columns = of_parquet(self._schemas, self._row_schema) if self._schemas else self._types.schema()
         if taken := next((name for name in columns.names if name in WIRE_SCHEMA.names), None):
             raise DatasetError(
                 f"columns: results have a column {taken!r} of their own. Rename it in the data, or name the "
@@ -172,7 +174,7 @@ class _Scan:
     def _add_text(self, file: SourceFile, format: TextFormat) -> None:
         marks: array[int] = array("q")
         digest = hashlib.sha256()
-        partition = partition_of(file, self._layout)
+        partition = partition_of(file, self._row_schema)
         with file.reading(), file.open_text(format) as text:
             for number, (offset, raw) in enumerate(text.raw_records(digest=digest)):
                 if number % MARK_EVERY == 0:
@@ -198,13 +200,13 @@ class _Scan:
             return id_hash(content_id(raw.decode("utf-8").rstrip("\r")))
         if self._types is not None:
             self._types.add({**record, **partition})
-        return id_hash(row_id(record, self._layout))
+        return id_hash(row_id(record, self._row_schema))
 
     def _add_parquet(self, file: SourceFile) -> None:
         """Read the ids, and all columns only for rows without one."""
         with file.reading(), open_parquet(file) as parquet:
-            self._schemas.append(_with_columns(parquet.schema_arrow, partition_of(file, self._layout)))
-            wanted = (self._layout.id_column,) if self._layout.id_column else ID_COLUMNS
+            self._schemas.append(_with_columns(parquet.schema_arrow, partition_of(file, self._row_schema)))
+            wanted = (self._row_schema.id_column,) if self._row_schema.id_column else ID_COLUMNS
             columns = [name for name in wanted if name in parquet.schema_arrow.names]
             try:
                 without_id = self._add_ids(parquet, columns)
@@ -223,7 +225,7 @@ class _Scan:
         for batch in parquet.iter_batches(ROWS_PER_READ, columns=columns):
             self._poll()
             for record in batch.to_pylist():
-                row = own_id(record, self._layout)
+                row = own_id(record, self._row_schema)
                 if row is None:
                     without_id.append(len(self.hashes) - begin)
                 self.hashes.append(0 if row is None else id_hash(row))
@@ -236,7 +238,7 @@ class _Scan:
             some = rows[np.searchsorted(rows, begin) : np.searchsorted(rows, begin + batch.num_rows)] - begin
             records = batch.take(pa.array(some)) if len(some) < batch.num_rows else batch
             for place, record in zip(some.tolist(), records.to_pylist(), strict=True):
-                self.hashes[file_begin + begin + place] = id_hash(row_id(record, self._layout))
+                self.hashes[file_begin + begin + place] = id_hash(row_id(record, self._row_schema))
             begin += batch.num_rows
 
     def _parquet_digest(self, file: SourceFile) -> Mapping[str, str]:
@@ -267,7 +269,12 @@ def _with_columns(schema: pa.Schema, partition: Record) -> pa.Schema:
 
 
 def _find_duplicates(
-    index: RowIndex, source: Dataset, layout: RowSchema, reader: RowReader, duplicates: Duplicates, stop: Stop
+    index: RowIndex,
+    source: Dataset,
+    row_schema: RowSchema,
+    reader: RowReader,
+    duplicates: Duplicates,
+    stop: Stop,
 ) -> DuplicateIds:
     """Find the rows with the id of an earlier row, and write the hashes of their new ids into the index.
 
@@ -286,7 +293,7 @@ def _find_duplicates(
             raise CancelledError
         groups = np.searchsorted(shared, hashes[some]).tolist()
         for row, group in zip(reader.read(index.spans(from_rows(some.tolist()))), groups, strict=True):
-            name, is_own = _id(row, layout)
+            name, is_own = _id(row, row_schema)
             first = ids.first_row(group, name, row.number)
             if first == row.number:
                 continue
@@ -350,9 +357,9 @@ def _rows_with(hashes: np.ndarray, shared: np.ndarray) -> Iterator[np.ndarray]:
             yield rows[at : at + DUPLICATES_PER_READ]
 
 
-def _id(row: Row, layout: RowSchema) -> tuple[str, bool]:
+def _id(row: Row, row_schema: RowSchema) -> tuple[str, bool]:
     try:
-        own = own_id(own_record(row, layout), layout)
+        own = own_id(own_record(row, row_schema), row_schema)
     except RequestError:
         own = None
-    return (id_of(row, layout), False) if own is None else (own, True)
+    return (id_of(row, row_schema), False) if own is None else (own, True)

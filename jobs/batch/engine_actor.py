@@ -73,7 +73,7 @@ class BatchEngine:
         self._writer_name = writer
         self._engine: AsyncEngine | None = None
         self._answerer: RowAnswerer | None = None
-        self._reader = RowReader(setup.source, setup.layout)
+        self._reader = RowReader(setup.source, setup.row_schema)
         self._writer: RowWriter | None = None
         self._capacity = math.ceil(SURPLUS * setup.config.max_num_seqs)
         self._leases: dict[int, _LeaseState] = {}  # by lease
@@ -104,7 +104,7 @@ class BatchEngine:
         setup = self._setup
         generation = GenerationDefaults.load(target_folder(self._config))
         self._answerer = RowAnswerer(
-            self._engine, setup.layout, generation, setup.model_name, terms.form.columns
+            self._engine, setup.row_schema, generation, setup.model_name, terms.form.columns
         )
         self._writer = RowWriter(
             setup.output, terms.form, run=terms.run, shard=self._shard, writer=self._writer_name
@@ -199,7 +199,7 @@ class BatchEngine:
 
     def _read(self, spans: RowSpans) -> list[Row]:
         rows = self._reader.read(spans)
-        return rows if self._form and self._form.ordered else by_shared_prefix(rows, self._setup.layout)
+        return rows if self._form and self._form.ordered else by_shared_prefix(rows, self._setup.row_schema)
 
     def _start_rows(self) -> None:
         while self._backlog and len(self._running) < self._capacity and not self._is_draining:
@@ -316,13 +316,13 @@ class BatchEngine:
                 lease_state.ended.set_exception(error)
 
 
-def by_shared_prefix(rows: Sequence[Row], layout: RowSchema) -> list[Row]:
+def by_shared_prefix(rows: Sequence[Row], row_schema: RowSchema) -> list[Row]:
     """Return the rows in the order in which to start them. It changes no answer.
 
     Rows with a common prefix follow each other, for the prefix cache. Longer prompts go first, so that a
     lease ends with its cheapest rows.
     """
-    prompts = sorted(((_prompt(row, layout), row.number, row) for row in rows), key=lambda each: each[:2])
+    prompts = sorted(((_prompt(row, row_schema), row.number, row) for row in rows), key=lambda each: each[:2])
     families: list[list[tuple[str, int, Row]]] = []
     for each in prompts:
         prefix = each[0][:SHARED_CHARS]
@@ -334,16 +334,16 @@ def by_shared_prefix(rows: Sequence[Row], layout: RowSchema) -> list[Row]:
     return [row for family in families for _, _, row in family]
 
 
-def _prompt(row: Row, layout: RowSchema) -> str:
+def _prompt(row: Row, row_schema: RowSchema) -> str:
     """Return about what the model will read; empty for a malformed row, which fails later."""
     try:
-        record: Mapping[str, Any] = record_of(row, layout)  # Any: whatever a row of the dataset holds
+        record: Mapping[str, Any] = record_of(row, row_schema)  # Any: whatever a row of the dataset holds
     except RequestError:
         return ""
-    if layout.kind == "openai":
+    if row_schema.kind == "openai":
         body = record.get("body")
         record = body if isinstance(body, Mapping) else {}
     present = [name for name, value in record.items() if value is not None]
-    column = None if layout.template else prompt_column(present, layout)
+    column = None if row_schema.template else prompt_column(present, row_schema)
     value = record if column is None else record[column]
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)

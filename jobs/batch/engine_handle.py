@@ -190,8 +190,8 @@ def _write_poison_rows(
     deaths: Mapping[int, int],
     shards: Mapping[int, int | None],
 ) -> None:
-    writer, layout = _recovery_writer(setup, terms), setup.layout
-    with contextlib.closing(RowReader(setup.source, layout)) as reader:
+    writer, row_schema = _recovery_writer(setup, terms), setup.row_schema
+    with contextlib.closing(RowReader(setup.source, row_schema)) as reader:
         for row in reader.read(spans):
             num_deaths = deaths[row.number]
             message = (
@@ -199,7 +199,7 @@ def _write_poison_rows(
                 "All other rows continue without it."
             )
             kind, columns = EngineDeadError.__name__, terms.form.columns
-            result = unanswered(row, kind, message, layout, columns, attempts=num_deaths)
+            result = unanswered(row, kind, message, row_schema, columns, attempts=num_deaths)
             writer.add([result], shard=shards[row.number])
     writer.close()
 

@@ -65,9 +65,9 @@ Record = dict[str, Any]  # Any: whatever a row of the user's dataset holds
 class ProcessorEngine:
     """One engine of a processor; if `continuing`, a bad row becomes a row with an error, else it raises."""
 
-    def __init__(self, config: EngineConfig, layout: RowSchema, continuing: bool) -> None:
+    def __init__(self, config: EngineConfig, row_schema: RowSchema, continuing: bool) -> None:
         self._config = config
-        self._layout = layout
+        self._row_schema = row_schema
         self._continuing = continuing
         self._answerer: RowAnswerer | None = None
         self._starting = asyncio.Lock()
@@ -84,7 +84,7 @@ class ProcessorEngine:
 
     async def _answer(self, answerer: RowAnswerer, row: Record) -> Record:
         try:
-            result = await answerer.answer(Row(0, _record(row, self._layout.defaults)))
+            result = await answerer.answer(Row(0, _record(row, self._row_schema.defaults)))
         except RequestError as error:
             result = {"error": {"type": error.kind, "message": error.message, "param": error.param}}
         error = result.get("error")
@@ -101,7 +101,7 @@ class ProcessorEngine:
                 await engine.start()
                 await engine.measure_steps()
                 self._answerer = RowAnswerer(
-                    engine, self._layout, generation, served_name(self._config.model)
+                    engine, self._row_schema, generation, served_name(self._config.model)
                 )
         return self._answerer
 

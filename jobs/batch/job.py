@@ -69,22 +69,22 @@ def run_batch(
     `signals` end it with `Stopped`; the picklable `make` builds an executor in each engine's actor.
     """
     source = open_source(options.input, options.input_format)
-    layout = options.layout(source, config)
-    check_columns(source, layout)
+    row_schema = options.row_schema(source, config)
+    check_columns(source, row_schema)
     options.format(source)
     output = Storage.open(options.output, field="output")
     check_model(config, elsewhere=True)
-    layout = options.continued(layout, source, config, output)
+    row_schema = options.continued(row_schema, source, config, output)
     setup = EngineSetup(
         config=config,
         source=source,
-        layout=layout,
+        row_schema=row_schema,
         model_name=options.model_name or served_name(config.model),
         output=output,
         make=make,
     )
     with ProgressView() as view, closing(Startup(setup, options, view.say)) as startup:
-        if words := text_prompts(layout, source):
+        if words := text_prompts(row_schema, source):
             view.say(words)
         driver = _Driver(setup, options, startup, view, signals or StopSignals())
         with suppress(NotYet):

@@ -20,7 +20,7 @@ from ...cluster.step.executor import Executor
 class EngineSetup:
     config: EngineConfig
     source: Dataset
-    layout: RowSchema
+    row_schema: RowSchema
     model_name: str
     output: Storage
     make: Callable[[EngineConfig], Executor]

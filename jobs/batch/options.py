@@ -95,7 +95,7 @@ class BatchOptions:
                 f"overwrite starts again, and {other} continues; give only one.", param="overwrite"
             )
 
-    def layout(self, source: Dataset, config: EngineConfig) -> RowSchema:
+    def row_schema(self, source: Dataset, config: EngineConfig) -> RowSchema:
         from ...actors.batch.dataset.row_requests import RowSchema
 
         return RowSchema(
@@ -113,9 +113,9 @@ class BatchOptions:
         )
 
     def continued(
-        self, layout: RowSchema, source: Dataset, config: EngineConfig, output: Storage
+        self, row_schema: RowSchema, source: Dataset, config: EngineConfig, output: Storage
     ) -> RowSchema:
-        """Return the layout with the defaults of the job that has begun in the output, or else today's."""
+        """Return the schema with the defaults of the job that has begun in the output, or else today's."""
         from ...actors.batch.ledger.job_runs import JobRun
         from ...actors.tokenization.prompts import has_chat_template
 
@@ -123,11 +123,11 @@ class BatchOptions:
         if not self.overwrite and self.resume != "no":
             with suppress(OSError, ValueError):  # opening the ledger reports them
                 begun = (job := JobRun.read(output)) and job.spec["made_from"]
-        if layout.kind == "openai":
-            return layout
+        if row_schema.kind == "openai":
+            return row_schema
         if begun is not None:
             chat = begun.get("chat", False) if self.chat is None else self.chat
-            return replace(layout, chat=chat, version=begun.get("row_version", 1))
+            return replace(row_schema, chat=chat, version=begun.get("row_version", 1))
         wanted = "system" if self.system is not None else "chat" if self.chat else None
         if wanted is not None and not has_chat_template(config):
             raise ConfigError(
@@ -136,9 +136,9 @@ class BatchOptions:
             )
         chat = self.chat
         if chat is None:
-            named = layout.prompt_column or layout.template or wanted or source.format == "text"
+            named = row_schema.prompt_column or row_schema.template or wanted or source.format == "text"
             chat = bool(named) and has_chat_template(config)
-        return replace(layout, chat=chat)
+        return replace(row_schema, chat=chat)
 
     def format(self, source: Dataset) -> OutputFormat:
         if self.output_format == "openai" and source.format != "openai":

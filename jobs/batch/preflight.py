@@ -92,7 +92,7 @@ class Preflight:
 
 def preflight(
     source: Dataset,
-    layout: RowSchema,
+    row_schema: RowSchema,
     config: EngineConfig,
     *,
     duplicates: Duplicates,
@@ -100,8 +100,8 @@ def preflight(
 ) -> Preflight:
     """Check `num_rows` rows, spread evenly over the dataset, or all."""
     begin_s = time.monotonic()
-    checker = _RowChecker(layout, config)
-    index = index_rows(source, layout, duplicates=duplicates)
+    checker = _RowChecker(row_schema, config)
+    index = index_rows(source, row_schema, duplicates=duplicates)
     found = Preflight(
         files=tuple(str(file) for file in source.files),
         num_bytes=sum(file.size for file in source.files),
@@ -110,7 +110,7 @@ def preflight(
         num_numbered=len(index.duplicates.rows),
         max_model_len=checker.max_model_len,
     )
-    for row in _rows(source, layout, index, num_rows):
+    for row in _rows(source, row_schema, index, num_rows):
         found.num_checked += 1
         try:
             prompt, num_tokens, maximum, ignored = checker.check(row)
@@ -134,14 +134,14 @@ def preflight(
 def run_preflight(config: EngineConfig, options: BatchOptions, *, dry_run: bool) -> int:
     """Check a job's input, print the result, and return the command's exit code."""
     source = open_source(options.input, options.input_format)
-    layout = options.layout(source, config)
-    check_columns(source, layout)
+    row_schema = options.row_schema(source, config)
+    check_columns(source, row_schema)
     options.format(source)
     output = Storage.open(options.output, field="output")
-    layout = options.continued(layout, source, config, output)
-    words = text_prompts(layout, source)
+    row_schema = options.continued(row_schema, source, config, output)
+    words = text_prompts(row_schema, source)
     num_rows = DRY_RUN_ROWS if dry_run else None
-    found = preflight(source, layout, config, duplicates=options.duplicate_ids, num_rows=num_rows)
+    found = preflight(source, row_schema, config, duplicates=options.duplicate_ids, num_rows=num_rows)
     if not dry_run:
         print_validation(found)
         print(words, end="\n" if words else "")
@@ -155,27 +155,27 @@ def run_preflight(config: EngineConfig, options: BatchOptions, *, dry_run: bool)
     }
     if words:
         settings["texts"] = words
-    print_dry_run(found, layout, brief_url(options.output), settings)
+    print_dry_run(found, row_schema, brief_url(options.output), settings)
     return 0
 
 
-def text_prompts(layout: RowSchema, source: Dataset) -> str:
+def text_prompts(row_schema: RowSchema, source: Dataset) -> str:
     """Return a sentence on what happens to prompts that are texts; empty if there are none."""
-    if layout.kind == "openai":
+    if row_schema.kind == "openai":
         return ""
-    found = layout.template or layout.prompt_column or prompt_column(source.columns(), layout)
+    found = row_schema.template or row_schema.prompt_column or prompt_column(source.columns(), row_schema)
     if found is None or found in MESSAGE_COLUMNS:
         return ""
-    texts = "texts of the template" if layout.template else f"texts in {found}"
-    if layout.chat:
-        also = " after the system message" if layout.system is not None else ""
+    texts = "texts of the template" if row_schema.template else f"texts in {found}"
+    if row_schema.chat:
+        also = " after the system message" if row_schema.system is not None else ""
         return (
             f"{texts} are sent as chats{also}, through the chat template (--raw completes them as they are)"
         )
     return f"{texts} are completed as they are (--chat sends them through the model's chat template)"
 
 
-def print_dry_run(found: Preflight, layout: RowSchema, output: str, settings: Mapping[str, Any]) -> None:
+def print_dry_run(found: Preflight, row_schema: RowSchema, output: str, settings: Mapping[str, Any]) -> None:
     more = [f"and {len(found.files) - FILES_SHOWN} more"] if len(found.files) > FILES_SHOWN else []
     per_checked = found.num_rows / found.num_checked
     tokens_in, tokens_out = (
@@ -187,7 +187,7 @@ def print_dry_run(found: Preflight, layout: RowSchema, output: str, settings: Ma
         "format": f"{found.format}, {found.num_bytes:,} bytes",
         "rows": f"{found.num_rows:,}",
         "ids numbered": f"{found.num_numbered:,}",
-        "prompt": _prompt_from(layout),
+        "prompt": _prompt_from(row_schema),
         "rows tried": f"{found.num_checked}, of which {found.num_bad} would fail",
         "tokens in": tokens_in,
         "tokens out at most": tokens_out,
@@ -248,10 +248,10 @@ class _TooLongError(RequestError):
 
 
 class _RowChecker:
-    def __init__(self, layout: RowSchema, config: EngineConfig) -> None:
+    def __init__(self, row_schema: RowSchema, config: EngineConfig) -> None:
         model = check_model(config, elsewhere=True)
         self.max_model_len = model.plan.max_model_len
-        self._layout = layout
+        self._row_schema = row_schema
         self._vocab_size = model.plan.target.vocab_size
         self._tokenizer = model.tokenizer
         self._chat = ChatModel.of(model.tokenizer)
@@ -259,8 +259,8 @@ class _RowChecker:
 
     def check(self, row: Row) -> tuple[EncodedPrompt, int, int, list[str]]:
         """Return the prompt, its tokens after truncation, the most completion tokens, and what is ignored."""
-        record = record_of(row, self._layout)
-        request = read_request(record, self._layout, self._generation, id_of(row, self._layout))
+        record = record_of(row, self._row_schema)
+        request = read_request(record, self._row_schema, self._generation, id_of(row, self._row_schema))
         body = request.body
         if isinstance(body, ChatRequest):
             check_tools(self._chat, body)
@@ -280,17 +280,17 @@ class _RowChecker:
         return prompt, length, min(free, params.max_tokens or free) * params.n, ignored
 
 
-def _rows(source: Dataset, layout: RowSchema, index: RowIndex, wanted: int | None) -> Iterator[Row]:
+def _rows(source: Dataset, row_schema: RowSchema, index: RowIndex, wanted: int | None) -> Iterator[Row]:
     num_rows = min(index.num_rows, index.num_rows if wanted is None else wanted)
-    with closing(RowReader(source, layout)) as reader:
+    with closing(RowReader(source, row_schema)) as reader:
         for begin in range(0, num_rows, ROWS_PER_READ):
             places = range(begin, min(begin + ROWS_PER_READ, num_rows))
             yield from reader.read(index.spans(from_rows(i * index.num_rows // num_rows for i in places)))
 
 
-def _prompt_from(layout: RowSchema) -> str:
-    if layout.kind == "openai":
+def _prompt_from(row_schema: RowSchema) -> str:
+    if row_schema.kind == "openai":
         return "the bodies of OpenAI batch lines"
-    if layout.template is not None:
-        return f"template {layout.template!r}"
-    return f"column {layout.prompt_column or ' or '.join(PROMPT_COLUMNS)}"
+    if row_schema.template is not None:
+        return f"template {row_schema.template!r}"
+    return f"column {row_schema.prompt_column or ' or '.join(PROMPT_COLUMNS)}"

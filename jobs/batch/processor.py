@@ -166,13 +166,13 @@ class Processor:
         # Enough calls at once to fill the engine while other batches are on their way.
         batch_size = settings.batch_size or max(1, config.max_num_seqs // 2)
         calls = max(2, math.ceil(1.25 * config.max_num_seqs / batch_size))
-        layout = RowSchema(defaults=dict(settings.sampling_params), seed=config.seed or 0)
+        row_schema = RowSchema(defaults=dict(settings.sampling_params), seed=config.seed or 0)
         with warnings.catch_warnings():
             # ray_remote_args_fn is deprecated, but nothing else gives each actor its own placement group.
             warnings.simplefilter("ignore", DeprecationWarning)
             return dataset.map_batches(
                 ProcessorEngine,
-                fn_constructor_args=(config, layout, settings.should_continue_on_error),
+                fn_constructor_args=(config, row_schema, settings.should_continue_on_error),
                 batch_size=batch_size,
                 batch_format="pyarrow",
                 zero_copy_batch=True,

@@ -59,7 +59,9 @@ class Startup:
     def _prepare(self) -> EngineJob:
         options, setup = self._options, self._setup
         source = setup.source
-        index = index_rows(source, setup.layout, duplicates=options.duplicate_ids, stop=self._stopping.is_set)
+        index = index_rows(
+            source, setup.row_schema, duplicates=options.duplicate_ids, stop=self._stopping.is_set
+        )
         format, columns = options.format(source), index.columns
         if source.lines and format != "parquet":
             columns = as_members(columns)
@@ -113,7 +115,7 @@ def sampled(num_rows: int, wanted: int, seed: int) -> RowRanges | None:
 
 
 def _job_spec(setup: EngineSetup, options: BatchOptions, form: OutputForm, index: RowIndex) -> JobSpec:
-    num_rows, layout, spec = index.num_rows, setup.layout, setup.config.speculative_config
+    num_rows, row_schema, spec = index.num_rows, setup.row_schema, setup.config.speculative_config
     quantization = at_load(setup.config.quantization)
     return JobSpec(
         made_from={
@@ -121,19 +123,19 @@ def _job_spec(setup: EngineSetup, options: BatchOptions, form: OutputForm, index
             "dtype": setup.config.dtype,
             **({} if quantization is None else {"quantization": quantization}),
             "max_model_len": setup.config.max_model_len,
-            "sampling": dict(layout.defaults),
-            "seed": layout.seed,
-            "kind": layout.kind,
-            "prompt_column": layout.prompt_column,
-            "template": layout.template,
-            "id_column": layout.id_column,
-            **_row_identity(layout),
+            "sampling": dict(row_schema.defaults),
+            "seed": row_schema.seed,
+            "kind": row_schema.kind,
+            "prompt_column": row_schema.prompt_column,
+            "template": row_schema.template,
+            "id_column": row_schema.id_column,
+            **_row_identity(row_schema),
         },
         input=setup.source.identity(index.digests),
         input_format=setup.source.format,
         form=form,
         num_rows=num_rows,
-        sample=None if options.sample is None else sampled(num_rows, options.sample, layout.seed),
+        sample=None if options.sample is None else sampled(num_rows, options.sample, row_schema.seed),
         rows_per_shard=rows_per_shard(num_rows) if form.ordered else None,
         about={
             "drafter": None if spec is None else spec.drafter,
@@ -143,8 +145,8 @@ def _job_spec(setup: EngineSetup, options: BatchOptions, form: OutputForm, index
     )
 
 
-def _row_identity(layout: RowSchema) -> dict[str, Any]:  # Any: JSON
+def _row_identity(row_schema: RowSchema) -> dict[str, Any]:  # Any: JSON
     """Return what else rows mean; a job that was begun when rows had version 1 has no such key."""
-    own = {"row_version": layout.version, "chat": layout.chat, "system": layout.system}
+    own = {"row_version": row_schema.version, "chat": row_schema.chat, "system": row_schema.system}
     unset = {"row_version": 1, "chat": False, "system": None}
-    return {} if layout.kind == "openai" else {k: v for k, v in own.items() if v != unset[k]}
+    return {} if row_schema.kind == "openai" else {k: v for k, v in own.items() if v != unset[k]}

@@ -77,7 +77,7 @@ def test_errors_are_reported_in_units_of_the_results_last_place():
 
 
 @pytest.fixture
-def place() -> MachineKind:
+def machine() -> MachineKind:
     """Return a CPU's backends with operands as small as the interpreter's."""
     return replace(MachineKind.detect(), interpreted=False)
 

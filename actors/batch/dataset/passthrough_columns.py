@@ -35,10 +35,10 @@ class _Wide(int):
 
 
 class ColumnTypes:
-    def __init__(self, layout: RowSchema) -> None:
-        self._layout = layout
+    def __init__(self, row_schema: RowSchema) -> None:
+        self._row_schema = row_schema
         self._seen: dict[str, set[type]] = {}
-        self._wanted = None if layout.columns == "all" else frozenset(layout.columns)
+        self._wanted = None if row_schema.columns == "all" else frozenset(row_schema.columns)
 
     def add(self, record: Record) -> None:
         for name in record if self._wanted is None else self._wanted & record.keys():
@@ -50,17 +50,17 @@ class ColumnTypes:
     def schema(self) -> pa.Schema:
         """Return the columns to pass through. Raises DatasetError for a column that no record has."""
         types = pa.schema([_field(name, seen) for name, seen in self._seen.items()])
-        return chosen(types, self._layout)
+        return chosen(types, self._row_schema)
 
 
-def chosen(schema: pa.Schema, layout: RowSchema) -> pa.Schema:
+def chosen(schema: pa.Schema, row_schema: RowSchema) -> pa.Schema:
     """Return the columns of a dataset to pass through. Raises DatasetError."""
-    if layout.columns == "all":
-        id_columns = (layout.id_column,) if layout.id_column else ID_COLUMNS
+    if row_schema.columns == "all":
+        id_columns = (row_schema.id_column,) if row_schema.id_column else ID_COLUMNS
         own_id = next((name for name in id_columns if name in schema.names), None)
         names = [name for name in schema.names if name not in (own_id, "seed")]  # results have these anyway
     else:
-        names = list(layout.columns)
+        names = list(row_schema.columns)
     if unknown := next((name for name in names if name not in schema.names), None):
         raise DatasetError(
             f"columns: no column {unknown!r} in the data. It has: {', '.join(schema.names)}.", param="columns"
@@ -68,11 +68,11 @@ def chosen(schema: pa.Schema, layout: RowSchema) -> pa.Schema:
     return pa.schema([_readable(schema.field(name)) for name in names])
 
 
-def of_parquet(schemas: Iterable[pa.Schema], layout: RowSchema) -> pa.Schema:
+def of_parquet(schemas: Iterable[pa.Schema], row_schema: RowSchema) -> pa.Schema:
     """Return the columns of Parquet files to pass through; types may differ where one can hold the other."""
     plain = [pa.schema(map(_plain, schema)) for schema in schemas]
     try:
-        return chosen(pa.unify_schemas(plain, promote_options="permissive"), layout)
+        return chosen(pa.unify_schemas(plain, promote_options="permissive"), row_schema)
     except pa.ArrowException as error:
         raise DatasetError(f"columns: the files' columns differ: {error}.", param="columns") from None
 

@@ -53,29 +53,29 @@ class Row:
     partition: Record = field(default_factory=dict)  # columns from the names of its file's folders
 
 
-def record_of(row: Row, layout: RowSchema) -> Record:
+def record_of(row: Row, row_schema: RowSchema) -> Record:
     """Return the row's parsed record. Raises RequestError when there is none."""
-    own = own_record(row, layout)
+    own = own_record(row, row_schema)
     return {**own, **row.partition} if row.partition else own
 
 
-def own_record(row: Row, layout: RowSchema) -> Record:
+def own_record(row: Row, row_schema: RowSchema) -> Record:
     """Return the record as its file has it, from which the row's id is made."""
     if row.fault is not None:
         raise RequestError(row.fault)
-    return read_record(row.record, layout)
+    return read_record(row.record, row_schema)
 
 
-def partition_of(file: SourceFile, layout: RowSchema) -> Record:
-    return dict(file.partition) if layout.version > 1 else {}
+def partition_of(file: SourceFile, row_schema: RowSchema) -> Record:
+    return dict(file.partition) if row_schema.version > 1 else {}
 
 
-def id_of(row: Row, layout: RowSchema) -> str:
+def id_of(row: Row, row_schema: RowSchema) -> str:
     """Return the row's id, also for a malformed row."""
     if row.id is not None:
         return row.id
     try:
-        return row_id(own_record(row, layout), layout)
+        return row_id(own_record(row, row_schema), row_schema)
     except RequestError:
         return content_id(row.record["text"])
 
@@ -83,9 +83,9 @@ def id_of(row: Row, layout: RowSchema) -> str:
 class RowReader:
     """Reads rows, fastest in order. Thread-safe. Keeps a few files open and a few MB of each in memory."""
 
-    def __init__(self, source: Dataset, layout: RowSchema) -> None:
+    def __init__(self, source: Dataset, row_schema: RowSchema) -> None:
         self._source = source
-        self._layout = layout
+        self._row_schema = row_schema
         self._lock = threading.Lock()
         self._open: OrderedDict[int, _TextRows | _ParquetRows] = OrderedDict()  # most recently used last
 
@@ -98,7 +98,7 @@ class RowReader:
         return [
             row
             if (copy := wanted.copies.get(row.number)) is None
-            else replace(row, id=f"{id_of(row, self._layout)}-{copy}")
+            else replace(row, id=f"{id_of(row, self._row_schema)}-{copy}")
             for row in rows
         ]
 
@@ -117,7 +117,7 @@ class RowReader:
             raise file.changed() from None
         if len(rows) != span.num_rows:
             raise file.changed()
-        partition = partition_of(file, self._layout)
+        partition = partition_of(file, self._row_schema)
         return [replace(row, partition=partition) for row in rows] if partition else rows
 
     def _open_file(self, index: int, file: SourceFile) -> _TextRows | _ParquetRows:

@@ -122,12 +122,12 @@ class RowRequest:
     ignored: tuple[str, ...] = ()
 
 
-def category_of(record: Record, layout: RowSchema) -> str | None:
+def category_of(record: Record, row_schema: RowSchema) -> str | None:
     """Return the category that the row is counted in (`RowSchema.category_column`), as text or JSON."""
-    if layout.kind == "openai" and not layout.category_column:
+    if row_schema.kind == "openai" and not row_schema.category_column:
         body = record.get("body")
         return parse_tenant(body.get("metadata")).category if isinstance(body, Mapping) else None
-    value = record.get(layout.category_column) if layout.category_column else None
+    value = record.get(row_schema.category_column) if row_schema.category_column else None
     return value if value is None or isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -153,21 +153,21 @@ def _parse_python(line: str | bytes, error: ValueError) -> Any:
         raise RequestError(f"The line is not valid JSON: {error}.") from None
 
 
-def read_record(raw: Record, layout: RowSchema) -> Record:
-    return parse_line(raw["text"]) if layout.lines else raw
+def read_record(raw: Record, row_schema: RowSchema) -> Record:
+    return parse_line(raw["text"]) if row_schema.lines else raw
 
 
-def own_id(record: Record, layout: RowSchema) -> str | None:
-    columns = (layout.id_column,) if layout.id_column else ID_COLUMNS
+def own_id(record: Record, row_schema: RowSchema) -> str | None:
+    columns = (row_schema.id_column,) if row_schema.id_column else ID_COLUMNS
     for column in columns:
         if not _absent(value := record.get(column)) and value != "":
             return str(value)
     return None
 
 
-def row_id(record: Record, layout: RowSchema) -> str:
+def row_id(record: Record, row_schema: RowSchema) -> str:
     """Return the row's own id, or a hash of its content: equal rows are equal requests."""
-    return own_id(record, layout) or content_id(_canonical(record))
+    return own_id(record, row_schema) or content_id(_canonical(record))
 
 
 def content_id(text: str | bytes) -> str:
@@ -189,24 +189,24 @@ def row_seed(job_seed: int, row: str) -> int:
 
 
 def read_request(
-    record: Record, layout: RowSchema, generation: GenerationDefaults, row: str | None = None
+    record: Record, row_schema: RowSchema, generation: GenerationDefaults, row: str | None = None
 ) -> RowRequest:
     """Validate a record. Raises RequestError. `row`: its id if that is not its own; gives a seed."""
-    url, body = _openai_body(record) if layout.kind == "openai" else _dataset_body(record, layout)
-    body = {**layout.defaults, **body}
+    url, body = _openai_body(record) if row_schema.kind == "openai" else _dataset_body(record, row_schema)
+    body = {**row_schema.defaults, **body}
     if body.get("seed") is None:
-        body["seed"] = row_seed(layout.seed, row or row_id(record, layout))
+        body["seed"] = row_seed(row_schema.seed, row or row_id(record, row_schema))
     model = ChatRequest if url == CHAT_URL else CompletionRequest
-    request = _validated(model, body, NUMBERS_IN_TEXT if layout.kind == "dataset" else None)
+    request = _validated(model, body, NUMBERS_IN_TEXT if row_schema.kind == "dataset" else None)
     if isinstance(request, CompletionRequest) and len(request.prompt) != 1:
         raise RequestError("prompt: a row has one prompt; give each prompt its own row.", param="prompt")
     limit = DEFAULT_MAX_TOKENS
-    if layout.kind == "openai":
+    if row_schema.kind == "openai":
         limit = None if url == CHAT_URL else OPENAI_MAX_TOKENS
     extra, known = request.model_extra or {}, type(request).model_fields
     ignored = check_extra_fields(extra, known, "ignore", unknown_fields(request))
-    if layout.kind == "dataset":
-        ignored += _unread_columns(record, layout)
+    if row_schema.kind == "dataset":
+        ignored += _unread_columns(record, row_schema)
     return RowRequest(url, request, request.sampling_params(generation, limit), tuple(ignored))
 
 
@@ -215,10 +215,10 @@ def template_columns(template: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for _, name in _template_parts(template) if name is not None))
 
 
-def prompt_column(columns: list[str], layout: RowSchema) -> str | None:
-    if layout.prompt_column is not None:
-        return layout.prompt_column if layout.prompt_column in columns else None
-    return next((name for name in _prompt_columns(layout) if name in columns), None)
+def prompt_column(columns: list[str], row_schema: RowSchema) -> str | None:
+    if row_schema.prompt_column is not None:
+        return row_schema.prompt_column if row_schema.prompt_column in columns else None
+    return next((name for name in _prompt_columns(row_schema) if name in columns), None)
 
 
 def _openai_body(record: Record) -> tuple[str, dict[str, Any]]:
@@ -236,51 +236,53 @@ def _openai_body(record: Record) -> tuple[str, dict[str, Any]]:
     return url, dict(body)
 
 
-def _dataset_body(record: Record, layout: RowSchema) -> tuple[str, dict[str, Any]]:
+def _dataset_body(record: Record, row_schema: RowSchema) -> tuple[str, dict[str, Any]]:
     body = {
-        name: _field_value(name, record[name], layout)
-        for name in _field_columns(layout.version, layout.template, layout.prompt_column, layout.id_column)
+        name: _field_value(name, record[name], row_schema)
+        for name in _field_columns(
+            row_schema.version, row_schema.template, row_schema.prompt_column, row_schema.id_column
+        )
         if not _absent(record.get(name))
     }
-    if layout.template is not None:
-        value: Any = _render(layout.template, record)
+    if row_schema.template is not None:
+        value: Any = _render(row_schema.template, record)
     else:
-        value = _prompt_value(record, layout)
-    if layout.chat and isinstance(value, str):
+        value = _prompt_value(record, row_schema)
+    if row_schema.chat and isinstance(value, str):
         count = body.get("logprobs")
         if count is not None and not isinstance(count, bool):
             body |= {"logprobs": True, "top_logprobs": count}  # the chat form of the same request
-        return CHAT_URL, body | {"messages": _with_system([{"role": "user", "content": value}], layout)}
+        return CHAT_URL, body | {"messages": _with_system([{"role": "user", "content": value}], row_schema)}
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
-        return CHAT_URL, body | {"messages": _with_system(value, layout)}
+        return CHAT_URL, body | {"messages": _with_system(value, row_schema)}
     return COMPLETION_URL, body | {"prompt": value}
 
 
-def _prompt_value(record: Record, layout: RowSchema) -> Any:
-    column = _prompt_column_of(record, layout)
+def _prompt_value(record: Record, row_schema: RowSchema) -> Any:
+    column = _prompt_column_of(record, row_schema)
     value, is_text = record[column], isinstance(record[column], str)
-    if is_text and column in JSON_COLUMNS and (column == "messages" or _is_v2(layout)):
+    if is_text and column in JSON_COLUMNS and (column == "messages" or _is_v2(row_schema)):
         value = _json(column, value)
     if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
         return value
-    if not is_text or not _is_v2(layout):
-        value = _data(value, layout)
-    return list(map(_message, value)) if _is_v2(layout) else value
+    if not is_text or not _is_v2(row_schema):
+        value = _data(value, row_schema)
+    return list(map(_message, value)) if _is_v2(row_schema) else value
 
 
-def _is_v2(layout: RowSchema) -> bool:
-    return layout.version > 1
+def _is_v2(row_schema: RowSchema) -> bool:
+    return row_schema.version > 1
 
 
-def _prompt_columns(layout: RowSchema) -> tuple[str, ...]:
-    return PROMPT_COLUMNS if _is_v2(layout) else PROMPT_COLUMNS[:2]
+def _prompt_columns(row_schema: RowSchema) -> tuple[str, ...]:
+    return PROMPT_COLUMNS if _is_v2(row_schema) else PROMPT_COLUMNS[:2]
 
 
-def _prompt_column_of(record: Record, layout: RowSchema) -> str:
+def _prompt_column_of(record: Record, row_schema: RowSchema) -> str:
     present = [name for name, value in record.items() if not _absent(value)]
-    column = prompt_column(present, layout)
+    column = prompt_column(present, row_schema)
     if column is None:
-        wanted = layout.prompt_column or " or ".join(PROMPT_COLUMNS[:2])
+        wanted = row_schema.prompt_column or " or ".join(PROMPT_COLUMNS[:2])
         raise RequestError(f"The row has no {wanted}; it has: {', '.join(present)}.", param=wanted)
     return column
 
@@ -296,16 +298,20 @@ def _field_columns(
     return tuple(name for name in FIELD_COLUMNS if name not in named)
 
 
-def _unread_columns(record: Record, layout: RowSchema) -> list[str]:
-    if layout.columns == "all":
+def _unread_columns(record: Record, row_schema: RowSchema) -> list[str]:
+    if row_schema.columns == "all":
         return []
-    named = (layout.prompt_column, layout.id_column, layout.category_column)
-    read = {*named, *template_columns(layout.template or ""), *layout.columns}
-    read |= {*_field_columns(layout.version, layout.template, layout.prompt_column, layout.id_column)}
-    if layout.id_column is None:
+    named = (row_schema.prompt_column, row_schema.id_column, row_schema.category_column)
+    read = {*named, *template_columns(row_schema.template or ""), *row_schema.columns}
+    read |= {
+        *_field_columns(
+            row_schema.version, row_schema.template, row_schema.prompt_column, row_schema.id_column
+        )
+    }
+    if row_schema.id_column is None:
         read |= {*ID_COLUMNS}
-    if layout.template is None and layout.prompt_column is None:
-        read.add(_prompt_column_of(record, layout))
+    if row_schema.template is None and row_schema.prompt_column is None:
+        read.add(_prompt_column_of(record, row_schema))
     return [name for name, value in record.items() if name not in read and not _absent(value)]
 
 
@@ -319,10 +325,10 @@ def _message(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"role": ROLES[name], "content": turn.get("value"), **others}
 
 
-def _with_system(messages: list[Any], layout: RowSchema) -> list[Any]:
-    if layout.system is None or messages[0].get("role") in ("system", "developer"):
+def _with_system(messages: list[Any], row_schema: RowSchema) -> list[Any]:
+    if row_schema.system is None or messages[0].get("role") in ("system", "developer"):
         return messages
-    return [{"role": "system", "content": layout.system}, *messages]
+    return [{"role": "system", "content": row_schema.system}, *messages]
 
 
 def _render(template: str, record: Record) -> str:
@@ -362,7 +368,7 @@ def _absent(value: object) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _field_value(name: str, value: Any, layout: RowSchema) -> Any:
+def _field_value(name: str, value: Any, row_schema: RowSchema) -> Any:
     """Return the value of a field's column; CSV has only text, and datasets often have JSON as text."""
     if isinstance(value, str):
         if name in JSON_COLUMNS or (name == "tool_choice" and value.startswith("{")):
@@ -372,13 +378,13 @@ def _field_value(name: str, value: Any, layout: RowSchema) -> Any:
                 several = loads(value)
                 value = several if several and all(isinstance(each, str) for each in several) else value
     else:
-        value = _data(value, layout)
+        value = _data(value, row_schema)
     return [_tool(each) for each in value] if name == "tools" and isinstance(value, list) else value
 
 
-def _data(value: Any, layout: RowSchema) -> Any:
+def _data(value: Any, row_schema: RowSchema) -> Any:
     """Return the value without nulls that mean no value: in Parquet rows have every key of any row."""
-    return value if layout.lines and _is_v2(layout) else _without_none(value)
+    return value if row_schema.lines and _is_v2(row_schema) else _without_none(value)
 
 
 def _tool(tool: Any) -> Any:

@@ -169,24 +169,24 @@ def open_source(where: Sequence[str | Path], wanted: InputFormat | None = None) 
     return source
 
 
-def check_columns(source: Dataset, layout: RowSchema) -> None:
+def check_columns(source: Dataset, row_schema: RowSchema) -> None:
     """Raise DatasetError when no row can have a prompt, ConfigError for an invalid template."""
-    if layout.kind == "openai":
+    if row_schema.kind == "openai":
         return
     columns = source.columns()
-    if layout.id_column in source.partition_columns():
+    if (name := row_schema.id_column) in source.partition_columns():
         raise DatasetError(
-            f"id_column: {layout.id_column} is in the names of folders, so many rows share it. Name another.",
+            f"id_column: {name} is in the names of folders, so many rows share it. Name another.",
             param="id_column",
         )
-    named = [("prompt_column", layout.prompt_column), ("id_column", layout.id_column)]
-    named += [("template", name) for name in template_columns(layout.template or "")]
+    named = [("prompt_column", row_schema.prompt_column), ("id_column", row_schema.id_column)]
+    named += [("template", name) for name in template_columns(row_schema.template or "")]
     for param, wanted in named:
         if wanted is not None and wanted not in columns:
             raise DatasetError(
                 f"{param}: no column {wanted!r} in the data. It has: {', '.join(columns)}.", param=param
             )
-    if layout.template is None and prompt_column(columns, layout) is None:
+    if row_schema.template is None and prompt_column(columns, row_schema) is None:
         raise DatasetError(
             f"input: no column {' or '.join(PROMPT_COLUMNS)} among: {', '.join(columns)}. Name it with "
             "--prompt-column, or make a prompt of columns with --template.",

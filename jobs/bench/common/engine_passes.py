@@ -127,9 +127,11 @@ def read_rows(path: Path, count: int | None = None) -> list[PromptRow]:
             lines += [line for _, line in text.raw_records() if isinstance(line, bytes)]
     some = len(lines) if count is None else min(count, len(lines))
     records = [parse_line(lines[i * len(lines) // (count or some)]) for i in range(some)]
-    layout = RowSchema(category_column="category")
+    row_schema = RowSchema(category_column="category")
     return [
-        PromptRow(row_id(record, layout), category_of(record, layout) or "all", _prompt_of(record, path))
+        PromptRow(
+            row_id(record, row_schema), category_of(record, row_schema) or "all", _prompt_of(record, path)
+        )
         for record in records
     ]
 

@@ -169,12 +169,12 @@ def _control_rows(card: CardCurves | None, reader: TrafficReader) -> tuple[list[
         suite = open_suite(said["prompts"], num_prompts)
     except DatasetError as error:
         return [], f"The card's prompts cannot be read, so the pair itself is not judged: {error.message}"
-    layout, rows = reader.layout(), list[TrafficRow]()
+    row_schema, rows = reader.row_schema(), list[TrafficRow]()
     for row in suite.rows:
         is_chat = isinstance(row.prompt, Chat)
         prompt = {"messages": list(row.prompt.messages)} if is_chat else {"prompt": row.prompt}
         fields = {"temperature": card.temperature, "max_tokens": said["max_tokens"]}
-        rows.append(reader.row({"id": row.name, "category": row.category, **prompt, **fields}, layout))
+        rows.append(reader.row({"id": row.name, "category": row.category, **prompt, **fields}, row_schema))
     return rows, ""
 
 

@@ -66,10 +66,10 @@ class TrafficReader:
         """Return at most `count` rows, taken evenly. Raises DatasetError."""
         return self._captured(path, count) if is_captured(path) else self._lines(path, count)
 
-    def row(self, record: Record, layout: RowSchema, *, is_captured: bool = False) -> TrafficRow:
+    def row(self, record: Record, row_schema: RowSchema, *, is_captured: bool = False) -> TrafficRow:
         """Return the row of a record. Raises RequestError."""
-        name = row_id(record, layout)
-        request = read_request(record, layout, self.generation, name)
+        name = row_id(record, row_schema)
+        request = read_request(record, row_schema, self.generation, name)
         body, limit = request.body, request.params.max_tokens
         max_tokens = self.max_tokens if limit is None else min(limit, self.max_tokens)
         given = (
@@ -92,10 +92,10 @@ class TrafficReader:
             kind="chat" if isinstance(body, ChatRequest) else "captured" if is_captured else "text",
             opened=reading.opened,
             tenant=None if tenant is None else str(tenant),
-            category=category_of(record, layout),
+            category=category_of(record, row_schema),
         )
 
-    def layout(self, kind: Literal["dataset", "openai"] = "dataset") -> RowSchema:
+    def row_schema(self, kind: Literal["dataset", "openai"] = "dataset") -> RowSchema:
         defaults = {} if self.temperature is None else {"temperature": self.temperature}
         category = "category" if kind == "dataset" else None
         return RowSchema(kind=kind, defaults=defaults, category_column=category)
@@ -108,17 +108,17 @@ class TrafficReader:
                 for number, (_, line) in enumerate(text.raw_records(), start=1):
                     assert isinstance(line, bytes)
                     lines.append((f"{file}, record {number}", line))
-        layout = self.layout("openai" if source.format == "openai" else "dataset")
+        row_schema = self.row_schema("openai" if source.format == "openai" else "dataset")
         rows: list[TrafficRow] = []
         for where, line in _evenly(lines, count, path):
             try:
-                rows.append(self.row(parse_line(line), layout))
+                rows.append(self.row(parse_line(line), row_schema))
             except RequestError as error:
                 raise DatasetError(f"data: {where}: {error.message}", param="data") from None
         return rows
 
     def _captured(self, path: Path, count: int) -> list[TrafficRow]:
-        layout = self.layout()
+        row_schema = self.row_schema()
         records = [
             {
                 "id": f"captured-{number}",
@@ -130,7 +130,7 @@ class TrafficReader:
             for number, each in enumerate(read_captured(path))
             if each.prompt_token_ids
         ]
-        return [self.row(each, layout, is_captured=True) for each in _evenly(records, count, path)]
+        return [self.row(each, row_schema, is_captured=True) for each in _evenly(records, count, path)]
 
     def _text(self, prompt: EncodedPrompt) -> str:
         if prompt.text is not None or self.tokenizer is None:

@@ -59,9 +59,9 @@ def test_a_prompt_becomes_a_completion_and_messages_a_chat() -> None:
 
 
 def test_fields_of_a_row_override_flags_unless_they_are_empty() -> None:
-    layout = RowSchema(defaults={"temperature": 0.5, "max_tokens": 9})
+    row_schema = RowSchema(defaults={"temperature": 0.5, "max_tokens": 9})
     row = {"prompt": "x", "temperature": 0.0, "max_tokens": None, "top_p": float("nan")}
-    params = read_request(row, layout, NO_DEFAULTS).params
+    params = read_request(row, row_schema, NO_DEFAULTS).params
     assert (params.temperature, params.max_tokens, params.top_p) == (0.0, 9, 1.0)
 
 
@@ -70,7 +70,7 @@ OPENAI_WEATHER = {**WEATHER, "parameters": {"type": "object", "properties": WEAT
 TURNS = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 SAID = [("system", "s"), ("user", "q"), ("assistant", "a")]
 CHAT_OF = {"template": "{instruction}\n\n{input}", "chat": True}
-# Rows as public data sets have them: fields of the layout, row, roles and texts, columns without effect.
+# Rows as public data sets have them: fields of the schema, row, roles and texts, columns without effect.
 PUBLIC_ROWS: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[str, Any]], set[str]]] = {
     "ShareGPT": ({}, {"id": "QWJhYvA_0", "conversations": TURNS}, SAID, set()),
     "Hermes' calls": (
@@ -120,8 +120,8 @@ PUBLIC_ROWS: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[str, Any
 @pytest.mark.parametrize("lines", [True, False], ids=["JSON", "Parquet"])
 def test_rows_of_public_data_sets_become_chats_with_their_tools(name: str, lines: bool) -> None:
     fields, row, said, ignored = PUBLIC_ROWS[name]
-    layout = RowSchema(lines=lines, **fields)
-    request = read_request(row, layout, NO_DEFAULTS)
+    row_schema = RowSchema(lines=lines, **fields)
+    request = read_request(row, row_schema, NO_DEFAULTS)
     body = request.body
     assert isinstance(body, ChatRequest)
     assert [(message.role, message.content) for message in body.messages] == said
@@ -197,11 +197,11 @@ def test_a_job_that_was_begun_with_version_1_reads_its_rows_as_before() -> None:
 
 def test_a_row_without_a_seed_gets_one_from_the_job_and_its_id() -> None:
     first, again = ({"id": 7, "prompt": text} for text in ("x", "another"))
-    layout = RowSchema(seed=3)
-    seeds = [read_request(row, layout, NO_DEFAULTS).params.seed for row in (first, again)]
+    row_schema = RowSchema(seed=3)
+    seeds = [read_request(row, row_schema, NO_DEFAULTS).params.seed for row in (first, again)]
     assert seeds == [row_seed(3, "7")] * 2
     assert row_seed(3, "7") != row_seed(4, "7")
-    assert read_request({"prompt": "x", "seed": 5}, layout, NO_DEFAULTS).params.seed == 5
+    assert read_request({"prompt": "x", "seed": 5}, row_schema, NO_DEFAULTS).params.seed == 5
 
 
 def test_ids_come_from_the_row_or_from_its_content() -> None:
@@ -214,7 +214,7 @@ def test_ids_come_from_the_row_or_from_its_content() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "layout", "param"),
+    ("record", "row_schema", "param"),
     [
         ({"text": "x"}, DATASET, "messages or prompt"),
         ({"prompt": 5}, DATASET, "prompt"),
@@ -230,10 +230,10 @@ def test_ids_come_from_the_row_or_from_its_content() -> None:
     ],
 )
 def test_a_bad_record_is_refused_with_the_name_of_its_field(
-    record: dict[str, object], layout: RowSchema, param: str
+    record: dict[str, object], row_schema: RowSchema, param: str
 ) -> None:
     with pytest.raises(RequestError) as refused:
-        read_request(record, layout, NO_DEFAULTS)
+        read_request(record, row_schema, NO_DEFAULTS)
     assert refused.value.param == param
 
 
@@ -250,8 +250,8 @@ def test_a_lone_surrogate_is_read_as_the_replacement_character() -> None:
     record = parse_line(line + r'{"role": "user", "content": "a\udc00"}]}}')
     assert record["custom_id"] == "\ufffd"
     requested = [record["body"], {"messages": r'[{"role": "user", "content": "a\udc00"}]'}]
-    for row, layout in zip((record, requested[1]), (OPENAI, DATASET), strict=True):
-        body = read_request(row, layout, NO_DEFAULTS).body
+    for row, row_schema in zip((record, requested[1]), (OPENAI, DATASET), strict=True):
+        body = read_request(row, row_schema, NO_DEFAULTS).body
         assert isinstance(body, ChatRequest) and body.messages[0].content == "a\ufffd"
 
 
@@ -303,27 +303,27 @@ def test_a_missing_column_is_named_with_the_existing_ones(tmp_path: Path) -> Non
     (tmp_path / "0.jsonl").write_text("")  # and nothing is known by it
     write_lines(tmp_path / "1.jsonl", [{"question": "x", "key": 1}])
     source = open_source([tmp_path])
-    for layout, param in (
+    for row_schema, param in (
         (DATASET, "prompt_column"),
         (RowSchema(prompt_column="ask"), "prompt_column"),
         (RowSchema(prompt_column="question", id_column="uid"), "id_column"),
     ):
         with pytest.raises(DatasetError, match="question") as refused:
-            check_columns(source, layout)
+            check_columns(source, row_schema)
         assert refused.value.param == param
     check_columns(source, RowSchema(prompt_column="question", id_column="key"))
 
 
 def test_a_template_makes_a_prompt_of_columns() -> None:
-    layout = RowSchema(template="{{{question}}} of {n} in {list}: {naïve name}")
+    row_schema = RowSchema(template="{{{question}}} of {n} in {list}: {naïve name}")
     record = {"question": "why?", "n": 3, "list": ["é"], "naïve name": "", "prompt": "unused", "top_k": 5}
-    request = read_request(record, layout, NO_DEFAULTS)
+    request = read_request(record, row_schema, NO_DEFAULTS)
     assert isinstance(request.body, CompletionRequest)
     assert request.body.prompt == ['{why?} of 3 in ["é"]: ']
     assert request.params.top_k == 5
     for missing in ({}, {"question": None}):
         with pytest.raises(RequestError, match="has no question") as refused:
-            read_request({"quest": "x"} | missing, layout, NO_DEFAULTS)
+            read_request({"quest": "x"} | missing, row_schema, NO_DEFAULTS)
         assert refused.value.param == "question"
     for wrong in ("{", "}", "{}", "{a!r}", "{a:5}", "{a"):
         with pytest.raises(ConfigError, match=r"Write \{column\}") as bad:
@@ -412,12 +412,12 @@ def test_results_have_their_rows_id_and_columns_even_if_the_row_fails(
         {"id": "hot", "prompt": "x", "temperature": -1, "kind": "bad"},
     ]
     source = open_source([write_lines(tmp_path / "rows.jsonl", [*records, "{broken"])])
-    layout = RowSchema(lines=True, columns=("kind", "n_ref"))
-    found = index_rows(source, layout, duplicates="number")
-    rows = RowReader(source, layout).read(found.spans(((0, 5),)))
+    row_schema = RowSchema(lines=True, columns=("kind", "n_ref"))
+    found = index_rows(source, row_schema, duplicates="number")
+    rows = RowReader(source, row_schema).read(found.spans(((0, 5),)))
 
     async def answer(engine: AsyncEngine) -> list[Result]:
-        answerer = RowAnswerer(engine, layout, NO_DEFAULTS, "tiny", found.columns)
+        answerer = RowAnswerer(engine, row_schema, NO_DEFAULTS, "tiny", found.columns)
         return await asyncio.gather(*(answerer.answer(row) for row in rows))
 
     results = answered(text_pair_config, answer)
@@ -448,8 +448,8 @@ def test_a_rows_log_probabilities_are_a_column_and_its_echo_is_in_the_text(
 
     async def answer(engine: AsyncEngine) -> list[Result]:
         plain, openai = (
-            RowAnswerer(engine, layout, NO_DEFAULTS, "tiny", prefix=f"{layout.kind}-")
-            for layout in (DATASET, OPENAI)
+            RowAnswerer(engine, row_schema, NO_DEFAULTS, "tiny", prefix=f"{row_schema.kind}-")
+            for row_schema in (DATASET, OPENAI)
         )
         rows = [Row(0, {"id": "a", **body}), Row(1, {"id": "b", **body, "logprobs": None})]
         reported = [openai.answer(Row(2 + i, {"text": json.dumps(line)})) for i, line in enumerate(lines)]

@@ -76,15 +76,15 @@ def layout_of(source: Dataset) -> RowSchema:
     return RowSchema(kind="openai" if source.format == "openai" else "dataset", lines=source.lines)
 
 
-def all_rows(source: Dataset, layout: RowSchema, **how: Any) -> tuple[RowIndex, list[Row]]:
+def all_rows(source: Dataset, row_schema: RowSchema, **how: Any) -> tuple[RowIndex, list[Row]]:
     """Index a dataset and read all of it."""
-    found = index_rows(source, layout, **how)
-    return found, RowReader(source, layout).read(found.spans(((0, found.num_rows),)))
+    found = index_rows(source, row_schema, **how)
+    return found, RowReader(source, row_schema).read(found.spans(((0, found.num_rows),)))
 
 
-def prompt_of(row: Row, layout: RowSchema) -> Any:
-    record = record_of(row, layout)
-    return record["body"]["prompt"] if layout.kind == "openai" else record["prompt"]
+def prompt_of(row: Row, row_schema: RowSchema) -> Any:
+    record = record_of(row, row_schema)
+    return record["body"]["prompt"] if row_schema.kind == "openai" else record["prompt"]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -104,18 +104,20 @@ def test_rows_are_returned_once_and_unchanged_for_any_selection(
         patch.setattr(row_reader, "OPEN_FILES", 2)
         patch.setattr(row_index, "MARK_EVERY", 4)
         source = write(tmp_path_factory.mktemp("rows"), format, files)
-        layout = layout_of(source)
-        found = pickle.loads(pickle.dumps(index_rows(source, layout, duplicates="refuse")))
+        row_schema = layout_of(source)
+        found = pickle.loads(pickle.dumps(index_rows(source, row_schema, duplicates="refuse")))
         assert found.num_rows == len(prompts)
-        reader = RowReader(pickle.loads(pickle.dumps(source)), layout)
+        reader = RowReader(pickle.loads(pickle.dumps(source)), row_schema)
         for _ in range(3):
             requested = data.draw(st.sets(st.integers(0, len(prompts) - 1), max_size=30))
             rows = reader.read(found.spans(from_rows(requested)))
             assert [row.number for row in rows] == sorted(requested)
-            assert [prompt_of(row, layout) or "" for row in rows] == [prompts[i] for i in sorted(requested)]
+            assert [prompt_of(row, row_schema) or "" for row in rows] == [
+                prompts[i] for i in sorted(requested)
+            ]
         everything = reader.read(found.spans(((0, len(prompts)),)))
-        assert [prompt_of(row, layout) or "" for row in everything] == prompts
-        assert len({id_of(row, layout) for row in everything}) == len(prompts)
+        assert [prompt_of(row, row_schema) or "" for row in everything] == prompts
+        assert len({id_of(row, row_schema) for row in everything}) == len(prompts)
 
 
 def names(source: Dataset) -> list[str]:
@@ -190,9 +192,9 @@ def test_later_rows_of_an_id_are_numbered_and_no_two_rows_share_one(
         patch.setattr(row_index, "DUPLICATES_PER_READ", 3)
         if weak:
             patch.setattr(row_index, "id_hash", lambda name: id_hash(name) >> 62 * (name in IDS))
-        source, layout = write_ids(tmp_path_factory.mktemp("ids") / "rows.jsonl", ids)
-        found, rows = all_rows(source, layout, duplicates="number")
-    final, theirs = [id_of(row, layout) for row in rows], [name or CONTENT for name in ids]
+        source, row_schema = write_ids(tmp_path_factory.mktemp("ids") / "rows.jsonl", ids)
+        found, rows = all_rows(source, row_schema, duplicates="number")
+    final, theirs = [id_of(row, row_schema) for row in rows], [name or CONTENT for name in ids]
     assert len(set(final)) == len(ids)
     kept = [name == own for name, own in zip(final, theirs, strict=True)]
     assert kept == [own not in theirs[:row] for row, own in enumerate(theirs)]
@@ -229,20 +231,20 @@ def test_a_malformed_row_is_a_row_and_keeps_its_text(tmp_path: Path) -> None:
         ("a.csv", ["1", "3", "5"], ["3 fields, the header 2", "carriage return"]),
     ):
         source = open_source([tmp_path / name])
-        layout = layout_of(source)
-        found, rows = all_rows(source, layout, duplicates="refuse")
+        row_schema = layout_of(source)
+        found, rows = all_rows(source, row_schema, duplicates="refuse")
         said, ids = [], []
         for row in rows:
             try:
-                record_of(row, layout)
-                ids.append(id_of(row, layout))
+                record_of(row, row_schema)
+                ids.append(id_of(row, row_schema))
             except RequestError as error:
                 said.append(error.message)
-                assert id_of(row, layout).startswith("row-")
+                assert id_of(row, row_schema).startswith("row-")
                 assert row.record["text"]
         assert ids == good
         assert [fault in text for fault, text in zip(faults, said, strict=True)] == [True] * len(faults)
-        assert [id_hash(id_of(row, layout)) for row in rows] == found.id_hashes().tolist()
+        assert [id_hash(id_of(row, row_schema)) for row in rows] == found.id_hashes().tolist()
 
 
 def test_a_truncated_file_ends_the_index_with_its_line(
@@ -281,8 +283,8 @@ def test_a_header_of_a_million_columns_is_compared_in_one_pass(tmp_path: Path) -
 @pytest.mark.parametrize("format", ["parquet", "jsonl", "csv"])
 def test_a_file_that_changed_is_not_read(format: str, tmp_path: Path) -> None:
     source = write(tmp_path, format, [["one", "two"]])
-    layout, (path,) = layout_of(source), tmp_path.iterdir()
-    found = index_rows(source, layout, duplicates="refuse")
+    row_schema, (path,) = layout_of(source), tmp_path.iterdir()
+    found = index_rows(source, row_schema, duplicates="refuse")
     before = path.read_bytes()
     spans = found.spans(((1, 2),))
     modified_s = source.files[0].modified_s
@@ -293,7 +295,7 @@ def test_a_file_that_changed_is_not_read(format: str, tmp_path: Path) -> None:
             path.write_bytes(content)
             os.utime(path, (time_s, time_s))
         with pytest.raises(DatasetError, match="has changed while it was read"):
-            RowReader(source, layout).read(spans)
+            RowReader(source, row_schema).read(spans)
 
 
 def test_indexing_can_be_stopped(tmp_path: Path) -> None:
@@ -329,11 +331,11 @@ def test_different_content_of_the_same_size_and_time_has_another_identity(
 
 def test_one_reader_serves_many_threads_and_keeps_few_files_open(tmp_path: Path) -> None:
     source = write(tmp_path, "jsonl", [[f"{f}-{i}" for i in range(50)] for f in range(8)])
-    layout = layout_of(source)
-    found, reader = index_rows(source, layout, duplicates="refuse"), RowReader(source, layout)
+    row_schema = layout_of(source)
+    found, reader = index_rows(source, row_schema, duplicates="refuse"), RowReader(source, row_schema)
 
     def read(begin: int) -> list[str]:
-        return [prompt_of(row, layout) for row in reader.read(found.spans(((begin, begin + 20),)))]
+        return [prompt_of(row, row_schema) for row in reader.read(found.spans(((begin, begin + 20),)))]
 
     with ThreadPoolExecutor(8) as threads:
         prompts = list(threads.map(read, range(0, 380, 7)))
@@ -343,9 +345,11 @@ def test_one_reader_serves_many_threads_and_keeps_few_files_open(tmp_path: Path)
     reader.close()
 
 
-def columns_of(where: Path, columns: Any, **layout: Any) -> dict[str, str]:
+def columns_of(where: Path, columns: Any, **row_schema: Any) -> dict[str, str]:
     source = open_source([where])
-    found = index_rows(source, RowSchema(lines=source.lines, columns=columns, **layout), duplicates="number")
+    found = index_rows(
+        source, RowSchema(lines=source.lines, columns=columns, **row_schema), duplicates="number"
+    )
     return {field.name: str(field.type) for field in found.columns}
 
 
@@ -406,13 +410,13 @@ def exactly(text: bytes | str) -> Any:
 def test_lines_of_results_repeat_the_values_of_their_lines(rows: list[dict[str, str]]) -> None:
     """The name of each column is known, whatever the other lines contain."""
     lines = [written({"prompt": '"x"', **row}) for row in rows]
-    layout = RowSchema(lines=True, columns="all")
-    types = ColumnTypes(layout)
+    row_schema = RowSchema(lines=True, columns="all")
+    types = ColumnTypes(row_schema)
     for line in lines:
         types.add(parse_line(line))
     form = OutputForm("jsonl", as_members(types.schema()))
     failed = [
-        {**failure(Row(number, {"text": line}), RequestError("no"), layout, form.columns), "begin_s": 0.0}
+        {**failure(Row(number, {"text": line}), RequestError("no"), row_schema, form.columns), "begin_s": 0.0}
         for number, line in enumerate(lines)
     ]
     content = part_content("errors-0", form.table(failed), form)
@@ -424,22 +428,22 @@ def test_lines_of_results_repeat_the_values_of_their_lines(rows: list[dict[str, 
 
 def test_ids_of_many_digits_are_distinguished(tmp_path: Path) -> None:
     ids = [2**70, 2**70 + 1]
-    source, layout = write_ids(tmp_path / "rows.jsonl", ids)
-    _, rows = all_rows(source, layout)
-    assert [id_of(row, layout) for row in rows] == [*map(str, ids)]
+    source, row_schema = write_ids(tmp_path / "rows.jsonl", ids)
+    _, rows = all_rows(source, row_schema)
+    assert [id_of(row, row_schema) for row in rows] == [*map(str, ids)]
 
 
 def test_columns_that_results_cannot_hold_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"key": 1, "id": 2, "prompt": "x", "text": "y"}\n')
-    for columns, layout, said in (
+    for columns, row_schema, said in (
         (("text",), {}, "'text' of their own"),
         ("all", {}, "'text' of their own"),
         (("id",), {"id_column": "key"}, "'id' of their own"),
         (("txt",), {}, "no column 'txt' in the data. It has: "),
     ):
         with pytest.raises(DatasetError, match=said) as refused:
-            columns_of(path, columns, **layout)
+            columns_of(path, columns, **row_schema)
         assert refused.value.param == "columns"
 
 
@@ -455,24 +459,24 @@ def test_folders_of_hives_partitions_are_columns_of_their_rows(format: str, tmp_
         if format == "parquet":
             pq.write_table(pa.Table.from_pylist([row]), path)
     source = open_source([tmp_path])
-    layout = RowSchema(lines=source.lines, columns=("year", "lang"), template="{prompt} {year}")
+    row_schema = RowSchema(lines=source.lines, columns=("year", "lang"), template="{prompt} {year}")
     assert {"prompt", "year", "lang"} == set(source.columns())
-    check_columns(source, layout)
+    check_columns(source, row_schema)
     with pytest.raises(DatasetError, match="id_column: year is in the names of folders"):
         check_columns(source, RowSchema(lines=source.lines, id_column="year"))
 
-    def read(layout: RowSchema) -> tuple[pa.Schema, list[Row]]:
-        found = index_rows(source, layout)
-        return found.columns, RowReader(source, layout).read(found.spans(((0, found.num_rows),)))
+    def read(row_schema: RowSchema) -> tuple[pa.Schema, list[Row]]:
+        found = index_rows(source, row_schema)
+        return found.columns, RowReader(source, row_schema).read(found.spans(((0, found.num_rows),)))
 
-    columns, rows = read(layout)
-    records = [record_of(row, layout) for row in rows]
+    columns, rows = read(row_schema)
+    records = [record_of(row, row_schema) for row in rows]
     expected = [("p0", 2025, "de"), ("p2", 2026, None), ("p1", 2026, "a b")]
     assert [(each["prompt"], each["year"], each["lang"]) for each in records] == expected
     columns = as_members(columns) if source.lines else columns
     assert [str(passed_through(each, columns, "{}")["year"]) for each in records] == ["2025", "2026", "2026"]
     _, earlier = read(RowSchema(lines=source.lines, version=1))
-    assert [id_of(row, layout) for row in rows] == [id_of(row, layout) for row in earlier]
+    assert [id_of(row, row_schema) for row in rows] == [id_of(row, row_schema) for row in earlier]
     assert not earlier[0].partition
 
 

@@ -89,8 +89,8 @@ def test_rows_of_a_bucket_are_indexed_and_read_in_few_requests(
         source = pickle.loads(pickle.dumps(open_source([s3.url(place)])))
         assert [file.name.rpartition("/")[2] for file in source.files] == [f"a.{format}", f"b.{format}"]
         assert all(str(file).startswith("s3://bucket/") for file in source.files)
-    layout = RowSchema(lines=source.lines)
-    found, reader = index_rows(source, layout, duplicates="refuse"), RowReader(source, layout)
+    row_schema = RowSchema(lines=source.lines)
+    found, reader = index_rows(source, row_schema, duplicates="refuse"), RowReader(source, row_schema)
     before = len(s3.requests("GET"))
     read = [row for begin in range(0, 3000, 50) for row in reader.read(found.spans(((begin, begin + 50),)))]
     records = [json.loads(row.record["text"]) if source.lines else row.record for row in read]
@@ -194,9 +194,9 @@ from manta.actors.batch.dataset.row_reader import RowReader
 from manta.actors.batch.dataset.row_requests import RowSchema
 from manta.actors.batch.dataset.source import open_source
 from manta.actors.batch.row_index import index_rows
-source, layout = open_source(["hf://datasets/me/some/data/*.jsonl"]), RowSchema(lines=True)
-found = index_rows(source, layout, duplicates="refuse")
-rows = RowReader(source, layout).read(found.spans(((2, 5),)))
+source, row_schema = open_source(["hf://datasets/me/some/data/*.jsonl"]), RowSchema(lines=True)
+found = index_rows(source, row_schema, duplicates="refuse")
+rows = RowReader(source, row_schema).read(found.spans(((2, 5),)))
 print(found.num_rows, [row.record["text"] for row in rows])
 """
 

@@ -35,9 +35,9 @@ def startup(model: Path, folder: Path, prompts: list[str], **changes: Any) -> St
     config = EngineConfig(model=str(model), max_num_seqs=16)
     source = open_source(options.input)
     output = Storage.open(options.output, field="output")
-    layout = options.layout(source, config)
+    row_schema = options.row_schema(source, config)
     setup = EngineSetup(
-        config=config, source=source, layout=layout, model_name="m", output=output, make=make_executor
+        config=config, source=source, row_schema=row_schema, model_name="m", output=output, make=make_executor
     )
     return Startup(setup, options, print)
 

@@ -9,8 +9,8 @@ from manta.jobs.batch.engine_actor import SHARED_CHARS, by_shared_prefix
 SHARED = "You are a helpful assistant. " * 4
 
 
-def numbers(rows: list[Row], layout: RowSchema) -> list[int]:
-    return [row.number for row in by_shared_prefix(rows, layout)]
+def numbers(rows: list[Row], row_schema: RowSchema) -> list[int]:
+    return [row.number for row in by_shared_prefix(rows, row_schema)]
 
 
 def test_rows_with_a_common_prefix_are_adjacent_and_groups_are_sorted_from_long_to_short() -> None:

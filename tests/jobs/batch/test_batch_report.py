@@ -207,7 +207,7 @@ def test_rows_of_a_real_engine_are_counted_as_the_engine_counts(tiny_qwen3: Path
     settings = {"model": str(tiny_qwen3), "speculative_config": spec, "dtype": "float32"}
     small = {"max_model_len": 128, "max_num_seqs": 4, "skip_tokenizer_init": True}
     config = EngineConfig.from_dict({**settings, **small})
-    layout = RowSchema(category_column="kind", defaults={"max_tokens": 12, "temperature": 0.0})
+    row_schema = RowSchema(category_column="kind", defaults={"max_tokens": 12, "temperature": 0.0})
     rng = random.Random(1)
     records: list[dict[str, Any]] = [
         {"prompt": [rng.randrange(3, 60) for _ in range(5 + i)], "kind": i % 3} for i in range(10)
@@ -220,7 +220,7 @@ def test_rows_of_a_real_engine_are_counted_as_the_engine_counts(tiny_qwen3: Path
         await engine.start()
         try:
             meter = EngineMeter(engine.stats, "core", 2, began_s)
-            answerer = RowAnswerer(engine, layout, GenerationDefaults(), "m")
+            answerer = RowAnswerer(engine, row_schema, GenerationDefaults(), "m")
 
             async def answer(row: Row) -> dict[str, Any]:
                 meter.row_started()

@@ -106,12 +106,12 @@ def test_a_dry_run_prints_what_would_be_done_and_does_nothing(
 ) -> None:
     rows = [{"a": "x" * (i % 7), "b": i} for i in range(200)]
     source = open_source([write(tmp_path / "rows.jsonl", rows)])
-    layout = RowSchema(lines=True, template="{b}: {a}", defaults={"max_tokens": 5})
-    plan = preflight(source, layout, config, duplicates="refuse", num_rows=DRY_RUN_ROWS)
+    row_schema = RowSchema(lines=True, template="{b}: {a}", defaults={"max_tokens": 5})
+    plan = preflight(source, row_schema, config, duplicates="refuse", num_rows=DRY_RUN_ROWS)
     assert (plan.num_rows, plan.num_checked, plan.num_bad, plan.first_prompt) == (200, 64, 0, "0: ")
     assert plan.max_completion_tokens == 5 * 64
     before = sorted(path.name for path in tmp_path.iterdir())
-    print_dry_run(plan, layout, "s3://bucket/out", {"model": config.model})
+    print_dry_run(plan, row_schema, "s3://bucket/out", {"model": config.model})
     said = capsys.readouterr().out
     for word in ("rows.jsonl", "s3://bucket/out", "'{b}: {a}'", "1,000", "--sample"):
         assert word in said
