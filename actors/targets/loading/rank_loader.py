@@ -226,13 +226,13 @@ class _Rank:
         return self._remote_drafts(self._plan, self.backend) if self._remote_drafts is not None else None
 
     def _device_runner(self, num_pages: tuple[int, ...], num_states: int | None) -> Runner:
-        from ....drafter.step.gpu_triton.recurrent_states import DeviceRecurrent
+        from ....drafter.step.gpu_triton.recurrent_states import NO_RECURRENT, DeviceRecurrent
         from ....drafter.step.gpu_triton.request_states import DeviceStates
         from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
         from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
-        from ..runners.drafts.device_suffixes import DeviceSuffixes
+        from ..runners.drafts.device_suffixes import NO_SUFFIXES, DeviceSuffixes
         from ..runners.gpu_runner import GpuModelRunner
-        from ..runners.grammar_masks import DeviceGrammarMasks
+        from ..runners.grammar_masks import NO_GRAMMARS, DeviceGrammars
         from ..runners.step_passes import DeviceModels
 
         plan, config = self._plan, self._plan.config
@@ -244,14 +244,14 @@ class _Rank:
         workspace = SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device)
         memory = StepMemory(states, workspace, self._communicator)
         drafts = self._device_drafts(memory, draft_cache)
-        masks = guide = recurrent = suffixes = None
+        masks, grammars, recurrent, suffixes = None, NO_GRAMMARS, NO_RECURRENT, NO_SUFFIXES
         if state_memory is not None:
             recurrent = DeviceRecurrent(state_memory, states.states_S, states.tables)
         if self.grammars is not None:
             compiler = self.grammars.compiler
             end_id = compiler.eos_token_ids[0]
             masks = DeviceMasks.build(num_rows, compiler.mask_words, end_id, plan.device)
-            guide = DeviceGrammarMasks(self.grammars, states, forces=drafts.can_be_forced)
+            grammars = DeviceGrammars(self.grammars, memory, masks, forces=drafts.can_be_forced)
         if (proposer := _suffix_proposer(config)) is not None:
             mixer = None if self._drafter is None else self._mixer(proposer)
             suffixes = DeviceSuffixes(proposer, mixer, num_rows, self._communicator, plan.device)
@@ -271,7 +271,7 @@ class _Rank:
             plan.num_speculative_tokens,
             plan.max_num_batched_tokens,
             plan.tree,
-            guide,
+            grammars,
             suffixes,
             captures=plan.device.type == "cuda",
         )

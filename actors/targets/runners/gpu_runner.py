@@ -39,16 +39,15 @@ from ....drafter.step.gpu_triton.inputs.transfers import (
     StepOutput,
     Upload,
 )
-from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
 from ....drafter.step.sampling.logprobs import num_packed_values
 from ..model.decoder import Decoder
 from .cuda_graphs import PassKind, StepGraphs, StepKinds
-from .drafts.device_suffixes import CopyChoice, DeviceSuffixes, HostCopies
+from .drafts.device_suffixes import NO_SUFFIXES, CopyChoice, HostCopies, NoSuffixes
 from .drafts.device_trees import TreeMemory
 from .drafts.draft_source import Drafter
-from .grammar_masks import DeviceGrammarMasks
+from .grammar_masks import NO_GRAMMARS, NoGrammars
 from .logprobs import Computed, RequestedLogprobs
-from .plan_layout import PlanLayout
+from .plan_layout import PlanLayout, decoding_and_prompts
 from .runner_interface import ReadsMeter
 from .step_passes import DeviceModels, TargetPass
 
@@ -100,8 +99,8 @@ class GpuModelRunner:
         num_drafts: most drafts of a block.
         max_rows: most rows of a step.
         tree: the largest draft trees; None if drafts form chains.
-        guide: given if requests may have grammars.
-        suffixes: makes drafts on the host, alone or beside a drafter; then no step may be submitted before
+        grammars: restrict requests that have one.
+        suffixes: make drafts on the host, alone or beside a drafter; then no step may be submitted before
             the last one is collected.
         captures: whether decoding steps are captured as CUDA graphs.
     """
@@ -113,19 +112,19 @@ class GpuModelRunner:
         num_drafts: int,
         max_rows: int,
         tree: TreeSizes | None = None,
-        guide: DeviceGrammarMasks | None = None,
-        suffixes: DeviceSuffixes | None = None,
+        grammars: NoGrammars = NO_GRAMMARS,
+        suffixes: NoSuffixes = NO_SUFFIXES,
         *,
         captures: bool,
     ) -> None:
-        self._guide, self._suffixes, self._captures = guide, suffixes, captures
+        self._grammars, self._suffixes, self._captures = grammars, suffixes, captures
         self._kinds = StepKinds(max_requests, num_drafts, max_rows, tree)
         self._layout = layout = PlanLayout(
             max_requests,
             num_drafts,
             tree,
-            saves_states=models.recurrent is not None,
-            num_margins=0 if suffixes is None else suffixes.num_rows,
+            saves_states=models.recurrent.is_kept,
+            num_margins=suffixes.num_rows,
         )
         states = models.memory.states
         self._upload = Upload(states.arena, layout.num_values, states.max_changes)
@@ -134,11 +133,11 @@ class GpuModelRunner:
         # Index 0 is for decoding requests, index 1 for prompts.
         self._saves = layout.part(values, "saves")
         self._copies = HostCopies(layout.part(values, "margins").view(torch.float32), models.memory)
-        if suffixes is not None and not models.drafts.has_context:
+        if suffixes.num_rows and not models.drafts.has_context:
             models = replace(models, drafts=self._copies)
         if tree is not None and (config := models.drafts.tree_config) is not None:
             lists = self._decoding, layout.part(values, "blocks")
-            num_kept = 0 if guide is None else self._kinds.max_block_rows
+            num_kept = self._kinds.max_block_rows if grammars.states is not None else 0
             memory = TreeMemory.build(tree, max_requests, lists, trim, config, num_kept)
             models = replace(models, trees=memory)
         self.models = models
@@ -154,21 +153,14 @@ class GpuModelRunner:
     @torch.inference_mode()
     def submit(self, plan: SchedulerOutput) -> None:
         assert len(self._pending) < MAX_IN_FLIGHT, "in-flight steps' outcomes would overwrite each other"
-        decodes_R = (plan.num_rows == plan.num_drafts + 1) & plan.samples
-        assert not plan.num_drafts[~decodes_R].any(), "a drafting request lacks only its newest token"
-        decoding, prompts = np.flatnonzero(decodes_R), np.flatnonzero(~decodes_R)
-        if self._guide is not None and plan.admitted:
-            self._guide.admit(plan)
+        decoding, prompts = decoding_and_prompts(plan)
+        self._grammars.admit(plan)
         models, values, num_values = self.models, self._outcomes.values, 0
-        trees, recurrent = models.trees, models.recurrent
-        uploaded, changes = self._layout.pack(plan, decoding, prompts), models.memory.states.changes(plan)
-        if self._suffixes is not None:
-            copies = self._suffixes.copy(plan, decoding)
-            self._layout.write_margins(uploaded, copies.margins_N)
-            changes = np.concatenate((changes, models.memory.states.draft_changes(*copies[:3])))
-        self._upload.send(uploaded, changes)
-        if recurrent is not None:
-            recurrent.admit(plan)
+        states, trees = models.memory.states, models.trees
+        uploaded, copies = self._layout.pack(plan, decoding, prompts), self._suffixes.copy(plan, decoding)
+        self._layout.write_margins(uploaded, copies.margins_N)
+        self._upload.send(uploaded, np.concatenate((states.changes(plan), states.draft_changes(*copies[:3]))))
+        models.recurrent.admit(plan)
         shares: list[_Share] = []
         passes: list[Computed] = []
         if len(decoding):
@@ -179,8 +171,8 @@ class GpuModelRunner:
             paths_RD = None if trees is None else trees.trees.paths_RD
             passes.append(Computed(decoding.tolist(), models.hidden, outcome.rows_RW1, drafts_R, paths_RD))
             num_values = share.num_values
-            if recurrent is not None and plan.saves is not None:
-                recurrent.save_accepted(self._decoding[0, : len(decoding)], self._saves[0])
+            if plan.saves is not None:
+                models.recurrent.save_accepted(self._decoding[0, : len(decoding)], self._saves[0])
         if len(prompts):
             share, hidden_NH = self._prefill(plan, prompts, num_values)
             shares.append(share)
@@ -188,15 +180,14 @@ class GpuModelRunner:
             passes.append(Computed(prompts.tolist(), hidden_NH, rows_RW1, None, None))
             num_values += share.num_values
         logprob_rows = None
-        if models.memory.states.logprob_slots.in_use:
-            logprob_rows = RequestedLogprobs.of(plan, models.memory.states, self._vocab_size)
+        if states.logprob_slots.in_use:
+            logprob_rows = RequestedLogprobs.of(plan, states, self._vocab_size)
         if logprob_rows is not None:
             place = values[num_values : num_values + logprob_rows.num_values]
-            place.copy_(logprob_rows.launch(plan, passes, models.target, models.memory.states))
+            place.copy_(logprob_rows.launch(plan, passes, models.target, states))
             num_values += logprob_rows.num_values
-        copied = CopyChoice() if self._suffixes is None else self._suffixes.choice
         arrival = self._outcomes.copy_to_host(num_values)
-        self._pending.append(_Pending(plan, shares, copied, logprob_rows, arrival))
+        self._pending.append(_Pending(plan, shares, self._suffixes.choice, logprob_rows, arrival))
 
     def is_ready(self) -> bool:
         return self._pending[0].arrival.is_done
@@ -226,10 +217,8 @@ class GpuModelRunner:
             spans_s = np.diff(outcome.times.numpy()[: len(share.parts) + 1]) / 1e9
             for part, span_s in zip(share.parts, spans_s.tolist(), strict=True):
                 seconds[part] = seconds.get(part, 0.0) + span_s
-        if self._suffixes is not None:
-            self._suffixes.append(plan, token_ids, num_tokens)
-            if step.copied.is_missing_RK is not None:
-                margins[step.copied.is_missing_RK] = np.nan  # no drafts, of which nothing can be learned
+        self._suffixes.append(plan, token_ids, num_tokens)
+        step.copied.drop_missing(margins)
         logprobs = (None, None) if step.logprob_rows is None else step.logprob_rows.read(values)
         learned = gain = reads = None
         if of_trees is not None and models.trees is not None:
@@ -257,31 +246,27 @@ class GpuModelRunner:
 
     def _decode(self, plan: SchedulerOutput, requests_G: Indices, uploaded: IntArray) -> _Share:
         """Run the passes of decoding requests; `uploaded` are the step's integers."""
-        filters, guide = self._filters(plan, requests_G), self._guide_of(plan, requests_G)
-        block, kind = self._kinds.of(plan, requests_G, filters=filters or guide is not None)
-        trees, drafts, walks = self.models.trees, self.models.drafts, None
+        filters, restricted = self._filters(plan, requests_G), self._grammars.restricts(plan, requests_G)
+        block, kind = self._kinds.of(plan, requests_G, filters=filters or restricted)
+        trees, drafts = self.models.trees, self.models.drafts
         if block is not None:
             step_trees = None if trees is None else trees.of_requests(block.num_requests)
-            drafts.receive(block.num_rows, step_trees, has_grammars=guide is not None)
+            drafts.receive(block.num_rows, step_trees, has_grammars=restricted)
             self._draft(plan, requests_G, block, uploaded)
-        memory, masks = self.models.masks, None
-        if guide is not None and memory is not None:
-            if block is not None and trees is not None:
-                walks = guide.restrict(plan, requests_G, trees, self.models.memory.communicator)
-            masks = guide.masks(plan, requests_G, self._graphs.verified(kind), walks)
-            if masks is not None:
-                memory.write(masks)
+        if restricted:
+            grown = None if block is None else trees
+            self._grammars.write(plan, requests_G, self._graphs.verified(kind), grown)
         self._graphs.replay(kind)
         if kind.writes_context:
             drafts.send(kind.num_requests, kind.num_context_rows, kind.num_context_rows)
-        if masks is not None and memory is not None:
-            memory.clear()  # once the pass has read them
+        if restricted:
+            self._grammars.clear()  # once the pass has read them
         return _Share(requests_G, self._graphs.parts(kind), kind.outcome_shape)
 
     def _draft(self, plan: SchedulerOutput, requests_G: Indices, block: PassKind, uploaded: IntArray) -> None:
         """Run the drafter's pass, or take copies: instead of it, or after it for some requests."""
         suffixes, memory = self._suffixes, self.models.memory
-        if suffixes is None or suffixes.choice.is_copied_R is None:
+        if not suffixes.choice.is_made:
             return self._graphs.replay(block)
         if suffixes.choice.is_pass_skipped:
             return self._graphs.drafting(block).replace_by(self._copies)
@@ -303,29 +288,19 @@ class GpuModelRunner:
         requests = DeviceStepRequests.prompts(self._prompts, first_G, rows_G, num_sampled)
         outcome = StepOutput.views_of(self._outcomes.values[offset:], num_requests, 1)
         filters = self._filters(plan, requests_G)
-        guide, masks = self._guide_of(plan, requests_G), None
-        if guide is not None and (found := guide.masks(plan, requests_G, requests)) is not None:
-            masks = DeviceMasks.of(found, num_sampled, self.model.device)
-        saves = None if plan.saves is None or self.models.recurrent is None else self._saves[1]
         pass_ = TargetPass(
             self.models,
             requests,
             outcome,
             filters=filters,
             writes_context=plan.writes_context,
-            masks=masks,
-            saves=saves,
+            masks=self._grammars.of_prompts(plan, requests_G, requests),
+            saves=None if plan.saves is None else self._saves[1],
         )
         hidden_NH = pass_.run()
         if plan.writes_context:
             self.models.drafts.send(num_requests, num_sampled, requests.num_rows)
         return _Share(requests_G, pass_.parts, (num_requests, 1, 0)), hidden_NH
-
-    def _guide_of(self, plan: SchedulerOutput, requests_G: Indices) -> DeviceGrammarMasks | None:
-        """Return the guide if a grammar restricts any of these requests."""
-        if self._guide is None or not self._guide.grammars.slots:
-            return None
-        return self._guide if self._guide.holds(plan, requests_G) else None
 
     def _filters(self, plan: SchedulerOutput, requests_G: Indices) -> bool:
         return self.models.memory.states.filters(plan.slots[requests_G])
@@ -340,7 +315,7 @@ class GpuModelRunner:
 
     @property
     def grammars(self) -> GrammarStates | None:
-        return None if self._guide is None else self._guide.grammars
+        return self._grammars.states
 
     @torch.inference_mode()
     def prepare(self) -> None:
@@ -354,8 +329,7 @@ class GpuModelRunner:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         self.models = replace(self.models, drafts=self.models.drafts.with_drafter(drafter))
-        if self._suffixes is not None:
-            self._suffixes.on_drafter_replaced()
+        self._suffixes.on_drafter_replaced()
         self._graphs.rebuild(self.models)
         self.prepare()
 

@@ -13,7 +13,7 @@ Legend: G requests of one iteration, K most drafts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from ....cluster.step.scheduler_output import SchedulerOutput
 from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests
-from ....drafter.step.gpu_triton.request_states import DeviceStates
-from ..model.tensor_parallel import Communicator
+from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
 from .drafts.device_trees import TreeMemory
+from .drafts.draft_source import StepMemory
 
 if TYPE_CHECKING:
     from ....drafter.grammars.matchers import GrammarStates, StepWalks
@@ -34,56 +34,127 @@ Indices = NDArray[np.intp]
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceGrammarMasks:
-    """The grammars of a rank's requests.
+class NoGrammars:
+    """Restricts no request; the base of what does.
 
     Attributes:
-        forces: whether forced tokens replace drafts; not with a remote drafter, which would keep its own.
+        states: the grammars of the requests; None if none can have one.
     """
 
-    grammars: GrammarStates
-    states: DeviceStates
-    forces: bool
+    states: GrammarStates | None = None
 
     def admit(self, plan: SchedulerOutput) -> None:
-        for request in plan.admitted:
-            self.grammars.admit(request.slot, request.sampling.grammar)
+        """Take the grammars of admitted requests."""
 
-    def holds(self, plan: SchedulerOutput, requests_G: Indices) -> bool:
+    def restricts(self, plan: SchedulerOutput, requests_G: Indices) -> bool:
         """Return whether a grammar restricts any of these requests of a plan in this step."""
-        return self.grammars.holds(plan.slots[requests_G][plan.samples[requests_G]])
+        return False
 
-    def restrict(
-        self, plan: SchedulerOutput, requests_G: Indices, trees: TreeMemory, communicator: Communicator
-    ) -> StepWalks | None:
-        """Grow the trees of requests with grammars again, restricted by these. Waits for the device."""
-        slots_G, begin_G = self._slots_and_num_known(plan, requests_G)
-        drafts_G = np.zeros((len(slots_G), 0), dtype=np.int64)
-        counts_G = plan.samples[requests_G].astype(np.int64)
-        walks = self.grammars.walk(slots_G, begin_G, counts_G, drafts_G, self._read)
-        if walks is None:
-            return None
-        restrictions = {walk.place: self.grammars.tree_restriction(walk.slot) for walk in walks.walks}
-        return replace(walks, trees=trees.regrow(plan, requests_G, restrictions, communicator))
-
-    def masks(
+    def write(
         self,
         plan: SchedulerOutput,
         requests_G: Indices,
         verified: DeviceStepRequests,
-        walks: StepWalks | None = None,
-    ) -> RowMasks | None:
-        """Replace drafts by forced tokens, and return the masks of the rows. Waits for the device.
+        trees: TreeMemory | None,
+    ) -> None:
+        """Write the masks that a decoding step's pass reads. Waits for the device.
 
         Args:
             verified: the requests with the drafts to verify.
-            walks: result of `restrict`, if drafts may form trees.
+            trees: drafts that may form trees, which are grown again as the grammars allow.
+        """
+
+    def clear(self) -> None:
+        """Let the next pass sample without masks."""
+
+    def of_prompts(
+        self, plan: SchedulerOutput, requests_G: Indices, requests: DeviceStepRequests
+    ) -> DeviceMasks | None:
+        """Return the masks of prompts' sampled rows; None if no grammar restricts them."""
+        return None
+
+
+NO_GRAMMARS = NoGrammars()
+
+
+class DeviceGrammars(NoGrammars):
+    """The grammars of a rank's requests.
+
+    Args:
+        masks: of decoding steps' rows.
+        forces: whether forced tokens replace drafts; not with a remote drafter, which would keep its own.
+    """
+
+    def __init__(
+        self, grammars: GrammarStates, memory: StepMemory, masks: DeviceMasks, *, forces: bool
+    ) -> None:
+        self.states = self._grammars = grammars
+        self._tables, self._communicator = memory.states.tables, memory.communicator
+        self._masks, self._forces, self._is_written = masks, forces, False
+
+    def admit(self, plan: SchedulerOutput) -> None:
+        for request in plan.admitted:
+            self._grammars.admit(request.slot, request.sampling.grammar)
+
+    def restricts(self, plan: SchedulerOutput, requests_G: Indices) -> bool:
+        if not self._grammars.slots:
+            return False
+        return self._grammars.holds(plan.slots[requests_G][plan.samples[requests_G]])
+
+    def write(
+        self,
+        plan: SchedulerOutput,
+        requests_G: Indices,
+        verified: DeviceStepRequests,
+        trees: TreeMemory | None,
+    ) -> None:
+        walks = None if trees is None else self._grow(plan, requests_G, trees)
+        masks = self._rows(plan, requests_G, verified, walks)
+        if masks is not None:
+            self._masks.write(masks)
+            self._is_written = True
+
+    def clear(self) -> None:
+        if self._is_written:
+            self._masks.clear()
+            self._is_written = False
+
+    def of_prompts(
+        self, plan: SchedulerOutput, requests_G: Indices, requests: DeviceStepRequests
+    ) -> DeviceMasks | None:
+        if not self.restricts(plan, requests_G):
+            return None
+        masks = self._rows(plan, requests_G, requests, None)
+        num_sampled = int(plan.samples[requests_G].sum())
+        return None if masks is None else DeviceMasks.of(masks, num_sampled, self._tables.token_ids.device)
+
+    def _grow(self, plan: SchedulerOutput, requests_G: Indices, trees: TreeMemory) -> StepWalks | None:
+        """Grow the trees of requests with grammars again, restricted by these."""
+        slots_G, begin_G = self._slots_and_num_known(plan, requests_G)
+        drafts_G = np.zeros((len(slots_G), 0), dtype=np.int64)
+        counts_G = plan.samples[requests_G].astype(np.int64)
+        walks = self._grammars.walk(slots_G, begin_G, counts_G, drafts_G, self._read)
+        if walks is None:
+            return None
+        restrictions = {walk.place: self._grammars.tree_restriction(walk.slot) for walk in walks.walks}
+        return replace(walks, trees=trees.regrow(plan, requests_G, restrictions, self._communicator))
+
+    def _rows(
+        self,
+        plan: SchedulerOutput,
+        requests_G: Indices,
+        verified: DeviceStepRequests,
+        walks: StepWalks | None,
+    ) -> RowMasks | None:
+        """Replace drafts by forced tokens, and return the masks of the rows.
+
+        Args:
+            walks: result of `_grow`, if drafts may form trees.
         """
         drafts_G = verified.num_drafts_R[: len(requests_G)].cpu().numpy().astype(np.int64)
         if walks is not None:
-            return self.grammars.masks(walks, (drafts_G + 1) * plan.samples[requests_G])
-        tables, (slots_G, begin_G) = self.states.tables, self._slots_and_num_known(plan, requests_G)
+            return self._grammars.masks(walks, (drafts_G + 1) * plan.samples[requests_G])
+        tables, (slots_G, begin_G) = self._tables, self._slots_and_num_known(plan, requests_G)
         slots = torch.from_numpy(slots_G).to(tables.token_ids.device)
         last = tables.token_ids.shape[1] - 1  # unused column, where values that must not be kept are written
         columns_K = np.arange(int(drafts_G.max(initial=0)))
@@ -91,17 +162,17 @@ class DeviceGrammarMasks:
         columns_GK = np.where(is_draft_GK, begin_G[:, None] + columns_K, last)
         places = slots[:, None], torch.from_numpy(columns_GK).to(slots.device)
         drafts_GK = tables.token_ids[places].cpu().numpy().astype(np.int64)
-        masks = self.grammars.constrain_drafts(
+        masks = self._grammars.constrain_drafts(
             slots_G,
             begin_G,
             (drafts_G + 1) * plan.samples[requests_G],
             drafts_GK,
             self._read,
-            forces=self.forces,
+            forces=self._forces,
         )
         if masks is None:
             return None
-        if self.forces and len(columns_K):
+        if self._forces and len(columns_K):
             tables.token_ids[places] = torch.from_numpy(drafts_GK).to(slots.device, torch.int32)
         return masks
 
@@ -109,8 +180,9 @@ class DeviceGrammarMasks:
         """Return the slots and the numbers of known tokens [G]."""
         arrays = (plan.slots, plan.num_rows, plan.num_drafts)
         slots_G, rows_G, planned_G = (x[requests_G].astype(np.int64) for x in arrays)
-        slots = torch.from_numpy(slots_G).to(self.states.tables.num_computed.device)
-        return slots_G, self.states.tables.num_computed[slots].cpu().numpy() + rows_G - planned_G
+        num_computed = self._tables.num_computed
+        slots = torch.from_numpy(slots_G).to(num_computed.device)
+        return slots_G, num_computed[slots].cpu().numpy() + rows_G - planned_G
 
     def _read(self, slot: int, begin: int, end: int) -> list[int]:
-        return self.states.tables.token_ids[slot, begin:end].tolist()
+        return self._tables.token_ids[slot, begin:end].tolist()

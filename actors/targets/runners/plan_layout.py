@@ -28,6 +28,16 @@ Indices = NDArray[np.intp]
 Part = Literal["decoding", "blocks", "trim", "prompts", "saves", "margins"]
 
 
+def decoding_and_prompts(plan: SchedulerOutput) -> tuple[Indices, Indices]:
+    """Return the places in a plan of the requests that decode, and of those that compute prompts.
+
+    A decoding request lacks only its newest token, besides drafts.
+    """
+    decodes_R = (plan.num_rows == plan.num_drafts + 1) & plan.samples
+    assert not plan.num_drafts[~decodes_R].any(), "only decoding requests draft"
+    return np.flatnonzero(decodes_R), np.flatnonzero(~decodes_R)
+
+
 class PlanLayout:
     """Places of the parts. `blocks` is empty if drafts form chains, the last two where nothing uses them.
 

@@ -22,7 +22,7 @@ from ....drafter.step.gpu_triton.inputs.row_layout import (
     lay_out_rows,
 )
 from ....drafter.step.gpu_triton.inputs.transfers import StepOutput, stamp
-from ....drafter.step.gpu_triton.recurrent_states import DeviceRecurrent
+from ....drafter.step.gpu_triton.recurrent_states import NO_RECURRENT, NoRecurrent
 from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
 from ....drafter.step.gpu_triton.tree_rows import accept_paths, place_rows, trim_trees
 from ....drafter.step.gpu_triton.verification import (
@@ -44,7 +44,7 @@ class DeviceModels:
     Attributes:
         memory: the requests' state, and that of passes.
         hidden: [N, H], where decoding steps leave hidden states for log probabilities.
-        recurrent: the target's recurrent states; None if it has none.
+        recurrent: the target's recurrent states.
         masks: grammar masks of decoding steps' rows; None if no request can have a grammar.
         trees: None if drafts form chains.
     """
@@ -54,7 +54,7 @@ class DeviceModels:
     memory: StepMemory
     drafts: DeviceDrafts
     hidden: Tensor
-    recurrent: DeviceRecurrent | None = None
+    recurrent: NoRecurrent = NO_RECURRENT
     masks: DeviceMasks | None = None
     trees: TreeMemory | None = None
 
@@ -148,8 +148,7 @@ class TargetPass:
         rows = lay_out_rows(requests, models.memory.states.tables)
         if self._trees is not None:
             rows = place_rows(requests, self._trees.trees, rows, models.memory.states.tables)
-        if models.recurrent is not None:
-            rows = replace(rows, states=models.recurrent.build_rows(requests, self._saves))
+        rows = replace(rows, states=models.recurrent.build_rows(requests, self._saves))
         hidden_NH, taps_NmH = models.target.forward(rows.token_ids_N, rows, models.cache)
         stamp(times, next(marks))
         chosen_X = self._sample(rows, hidden_NH)

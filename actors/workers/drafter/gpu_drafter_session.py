@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,7 +41,7 @@ from ...targets.runners.cuda_graphs import LazyGraphs, PassKind, StepKinds
 from ...targets.runners.drafts.device_blocks import BlockPass
 from ...targets.runners.drafts.device_trees import TreeMemory
 from ...targets.runners.drafts.draft_source import StepMemory
-from ...targets.runners.plan_layout import PlanLayout
+from ...targets.runners.plan_layout import PlanLayout, decoding_and_prompts
 from ..shm.tensor_mailbox import Kinds
 
 
@@ -95,8 +94,7 @@ class GpuDrafterSession:
         self._memory = StepMemory(states, workspace, SingleRank())
 
     def begin(self, plan: SchedulerOutput) -> None:
-        decodes_R = _decodes(plan)
-        decoding, prompts = np.flatnonzero(decodes_R), np.flatnonzero(~decodes_R)
+        decoding, prompts = decoding_and_prompts(plan)
         self._upload.send(self._layout.pack(plan, decoding, prompts), self._states.changes(plan))
         # A later plan may overwrite the upload before this one has ended.
         uploaded = self._upload.values.clone()
@@ -210,7 +208,3 @@ def _with_num_drafts(requests: DeviceStepRequests, num_drafts_R: Tensor) -> Devi
     known_R = requests.cu_rows_R1.diff() - requests.num_drafts_R
     cu_rows_R1 = torch.nn.functional.pad((known_R + num_drafts_R).cumsum(0, dtype=torch.int32), (1, 0))
     return replace(requests, cu_rows_R1=cu_rows_R1, num_drafts_R=num_drafts_R, first_chosen_R=cu_rows_R1[:-1])
-
-
-def _decodes(plan: SchedulerOutput) -> np.ndarray:
-    return (plan.num_rows == plan.num_drafts + 1) & plan.samples

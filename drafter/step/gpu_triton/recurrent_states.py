@@ -57,12 +57,37 @@ def pack_saves(plan: SchedulerOutput, requests_G: NDArray[np.intp], room: int) -
     return saves_2RM
 
 
-class DeviceRecurrent:
+class NoRecurrent:
+    """Of a target without recurrent states; the base of what tracks them."""
+
+    is_kept = False
+
+    def admit(self, plan: SchedulerOutput) -> None:
+        """Initialize the states of admitted requests with zeros or a copy."""
+
+    def build_rows(self, requests: DeviceStepRequests, saves_2RM: Tensor | None) -> DeviceStateRows | None:
+        """Return what layers do in a pass, and advance the states to the end of its known rows.
+
+        Args:
+            saves_2RM: saves of a pass without drafts, from `pack_saves`.
+        """
+        return None
+
+    def save_accepted(self, slots_R: Tensor, saves_2RM: Tensor) -> None:
+        """Copy the states of decoding requests that passed a position to save."""
+
+
+NO_RECURRENT = NoRecurrent()
+
+
+class DeviceRecurrent(NoRecurrent):
     """Tracks the recurrent state of each request slot, and how many tokens each state has consumed.
 
     Args:
         states_S: int32, state of each slot; written with a plan's admissions.
     """
+
+    is_kept = True
 
     def __init__(self, memory: StateMemory, states_S: Tensor, tables: SlotTables) -> None:
         self._memory, self._states_S, self._tables = memory, states_S, tables
@@ -72,7 +97,6 @@ class DeviceRecurrent:
         self._programs = (programs, memory.num_layers)
 
     def admit(self, plan: SchedulerOutput) -> None:
-        """Initialize the states of admitted requests with zeros or a copy."""
         for request in plan.admitted:
             entry = request.state
             if entry is not None and entry.source != entry.state:
@@ -87,11 +111,6 @@ class DeviceRecurrent:
                 )
 
     def build_rows(self, requests: DeviceStepRequests, saves_2RM: Tensor | None) -> DeviceStateRows:
-        """Return what layers do in a pass, and advance the states to the end of its known rows.
-
-        Args:
-            saves_2RM: saves of a pass without drafts, from `pack_saves`.
-        """
         num_requests = len(requests.slots_R)
         lists_3R = torch.empty(
             3, (num_requests + 3) // 4 * 4, dtype=torch.int32, device=self._positions_Z.device
@@ -115,7 +134,6 @@ class DeviceRecurrent:
         )
 
     def save_accepted(self, slots_R: Tensor, saves_2RM: Tensor) -> None:
-        """Copy the states of decoding requests that passed a position to save."""
         _save_accepted[len(slots_R) * MAX_SAVES, *self._programs](
             *self._of_parts(), self._positions_Z, slots_R, self._tables.num_computed, self._states_S,
             saves_2RM, saves_2RM.stride(0), SAVES=MAX_SAVES, **self._sizes(),

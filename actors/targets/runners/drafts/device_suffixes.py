@@ -111,6 +111,16 @@ class CopyChoice:
     is_pass_skipped: bool = False
     is_missing_RK: BoolArray | None = None
 
+    @property
+    def is_made(self) -> bool:
+        """Whether copies compete with a drafter's drafts in this step."""
+        return self.is_copied_R is not None
+
+    def drop_missing(self, margins_RK: NDArray[np.float32]) -> None:
+        """Mark what a copy was too short for as no draft, of which nothing can be learned."""
+        if self.is_missing_RK is not None:
+            margins_RK[self.is_missing_RK] = np.nan
+
 
 class HostCopies(DeviceDrafts):
     """Drafts that the host has written; `margins_N`: theirs, fp32, uploaded with the plan."""
@@ -123,16 +133,53 @@ class HostCopies(DeviceDrafts):
         self._memory.workspace.margins_N[:count].copy_(self._margins_N[:count])
 
 
-class DeviceSuffixes:
+class NoSuffixes:
+    """Makes no copies; the base of what does.
+
+    Attributes:
+        num_rows: most rows of the decoding requests' blocks, whose margins are uploaded with a plan.
+        choice: of the current plan.
+    """
+
+    num_rows = 0
+
+    def __init__(self) -> None:
+        self.choice = CopyChoice()
+
+    def copy(self, plan: SchedulerOutput, decoding_G: Indices) -> Copies:
+        """Return the copies of a plan; none if the drafter has a pass. All earlier steps must have ended."""
+        return self._no_copies()
+
+    def mix(
+        self, plan: SchedulerOutput, decoding_G: Indices, token_ids: Tensor, margins_N: Tensor
+    ) -> Copies | None:
+        """Wait for the drafter's pass and return the chosen drafts; None if the device has them already.
+
+        Args:
+            token_ids: the device's tokens by slot and position, with the drafts.
+            margins_N: the device's margins of the blocks' rows.
+        """
+        return None
+
+    def append(self, plan: SchedulerOutput, token_ids_RW: IntArray, num_tokens_R: IntArray) -> None:
+        """Learn the tokens that a step produced."""
+
+    def on_drafter_replaced(self) -> None: ...
+
+    def _no_copies(self) -> Copies:
+        none = np.zeros(0, dtype=np.int64)
+        return Copies(none, none, none, np.zeros(self.num_rows, dtype=np.float32))
+
+
+NO_SUFFIXES = NoSuffixes()
+
+
+class DeviceSuffixes(NoSuffixes):
     """Makes the copies of each plan.
 
     Args:
         mixer: chooses between the drafter's drafts and copies; None where copies are all that is drafted.
-        num_rows: most rows of the decoding requests' blocks.
         device: of the communicator's tensors.
-
-    Attributes:
-        choice: of the current plan.
     """
 
     def __init__(
@@ -143,14 +190,13 @@ class DeviceSuffixes:
         communicator: Communicator,
         device: torch.device,
     ) -> None:
+        super().__init__()
         self._proposer, self._mixer, self._mirror = proposer, mixer, TokenMirror()
         self._communicator, self._device = communicator, device
         self._is_sharded = communicator.world_size > 1
         self.num_rows = num_rows
-        self.choice = CopyChoice()
 
     def copy(self, plan: SchedulerOutput, decoding_G: Indices) -> Copies:
-        """Return the copies of a plan; none if the drafter has a pass. All earlier steps must have ended."""
         self._mirror.admit(plan)
         self.choice, none = CopyChoice(), self._no_copies()
         if not self._mirror.has(plan.slots[plan.num_drafts > 0]):
@@ -168,12 +214,6 @@ class DeviceSuffixes:
     def mix(
         self, plan: SchedulerOutput, decoding_G: Indices, token_ids: Tensor, margins_N: Tensor
     ) -> Copies | None:
-        """Wait for the drafter's pass and return the chosen drafts; None if the device has them already.
-
-        Args:
-            token_ids: the device's tokens by slot and position, with the drafts.
-            margins_N: the device's margins of the blocks' rows.
-        """
         places = _DraftPlaces.of(plan, decoding_G, self._mirror.num_known(plan))
         slots_M, positions_M, rows_M = (
             torch.from_numpy(each).to(token_ids.device)
@@ -215,7 +255,3 @@ class DeviceSuffixes:
         margins_M = found.margins_RK.numpy()[places.requests_M, places.columns_M]
         copies.margins_N[places.rows_M] = np.nan_to_num(margins_M)
         return Copies(places.slots_M, places.positions_M, np.maximum(tokens_M, 0), copies.margins_N)
-
-    def _no_copies(self) -> Copies:
-        none = np.zeros(0, dtype=np.int64)
-        return Copies(none, none, none, np.zeros(self.num_rows, dtype=np.float32))
