@@ -14,21 +14,14 @@ import pyarrow as pa
 
 from ...cluster.errors import ENDINGS, EngineDeadError, MantaError, brief_name
 from ...cluster.request.caller import SERVER, Caller, new_id
-from ..chat.chat_model import PLAIN, AnswerParserFactory, ChatModel
+from ..chat.chat_model import AnswerParserFactory, ChatModel
 from ..engine.async_engine import AsyncEngine
 from ..engine.outputs import CompletionOutput, RequestOutput
 from ..http.generation.generation import full_choice
 from ..http.generation.generation_task import usage_of
-from ..http.protocol.chat_completion import (
-    ChatRequest,
-    ChatShape,
-    chat_params,
-    check_tools,
-    conversation,
-    reading_of,
-    unused_fields,
-)
+from ..http.protocol.chat_completion import ChatRequest, ChatShape, unused_fields
 from ..http.protocol.completion import CompletionShape
+from ..http.protocol.preparation import prompt_of, with_formats
 from ..http.protocol.prompt_echo import PromptParts, without_answer
 from ..http.wire.errors import error_body
 from ..structured_outputs.grammar_frontend import left_out
@@ -144,8 +137,8 @@ class RowAnswerer:
             record = record_of(row, self._row_schema)
             category = category_of(record, self._row_schema)
             request = read_request(record, self._row_schema, self._generation, name)
-            request, answer, parser_factory, prompt_parts = await self._complete(name, request)
-            result = self._success(request, answer, parser_factory, prompt_parts)
+            request, answer, parsers, prompt_parts = await self._complete(name, request)
+            result = self._success(request, answer, parsers, prompt_parts)
             result |= passed_through(record, self._columns, _line(row, self._row_schema))
         except EngineDeadError:
             raise
@@ -171,20 +164,15 @@ class RowAnswerer:
         self, name: str, request: RowRequest
     ) -> tuple[RowRequest, RequestOutput, AnswerParserFactory, PromptParts]:
         """Return the request as the engine got it, with its answer and what reads it."""
-        body, engine, parser_factory = request.body, self._engine, PLAIN
-        if isinstance(body, ChatRequest):
-            check_tools(self._chat, body)
-            given = conversation(body, body.messages, engine.tokenizer)
-        else:
-            given = body.prompts()[0]
+        body, engine = request.body, self._engine
+        given = prompt_of(self._chat, body, engine.tokenizer)
         prompt = await engine.encoder.prompt(given, truncate=body.truncate_prompt_tokens)
-        if isinstance(body, ChatRequest):
-            parser_factory = reading_of(self._chat, body, prompt.text or "")
-        request = with_formats(request, self._chat, prompt.text or "")
+        params, parsers = with_formats(self._chat, body, request.params, prompt.text or "")
+        request = replace(request, params=params)
         answer = await engine.complete(
             f"{self._prefix}{name}" if self._prefix else f"batch-{next(self._ids)}",
             prompt,
-            await engine.encoder.bad_words(request.params),
+            await engine.encoder.bad_words(params),
             max_draft_tokens=body.speculative.max_draft_tokens,
             background=self._background,
             cache_salt=self._caller.salt(body.cache_salt),
@@ -195,7 +183,7 @@ class RowAnswerer:
         return (
             request,
             answer,
-            parser_factory,
+            parsers,
             await PromptParts.of(body, prompt, answer.prompt_logprobs_state, engine.tokenizer),
         )
 
@@ -203,7 +191,7 @@ class RowAnswerer:
         self,
         request: RowRequest,
         answer: RequestOutput,
-        parser_factory: AnswerParserFactory,
+        parsers: AnswerParserFactory,
         prompt_parts: PromptParts,
     ) -> Result:
         first, metrics = answer.outputs[0], answer.metrics
@@ -223,7 +211,7 @@ class RowAnswerer:
             "logprobs": _logprobs(first, request.params.logprobs),
             "ignored": ignored_fields(request, self._engine.tokenizer),
         }
-        response = self._response(request, answer, parser_factory, prompt_parts)
+        response = self._response(request, answer, parsers, prompt_parts)
         if self._row_schema.kind != "openai" and not (
             self._row_schema.version > 1 and _says_more(response, first.text)
         ):
@@ -234,10 +222,10 @@ class RowAnswerer:
         self,
         request: RowRequest,
         answer: RequestOutput,
-        parser_factory: AnswerParserFactory,
+        parsers: AnswerParserFactory,
         prompt_parts: PromptParts,
     ) -> dict[str, Any]:  # Any: JSON
-        shape = ChatShape(parser_factory) if isinstance(request.body, ChatRequest) else CompletionShape()
+        shape = ChatShape(parsers) if isinstance(request.body, ChatRequest) else CompletionShape()
         id, num_logprobs = new_id(shape.prefix), request.params.logprobs
         choices = [
             prompt_parts.begin(full_choice(shape, id, each.index, each, num_logprobs))
@@ -247,7 +235,7 @@ class RowAnswerer:
             len(answer.prompt_token_ids),
             _completion_tokens(answer),
             answer.metrics.num_cached_tokens,
-            [parser_factory.counted(each.token_ids) for each in answer.outputs],
+            [parsers.counted(each.token_ids) for each in answer.outputs],
         )
         return {
             "id": id,
@@ -298,14 +286,6 @@ def unanswered(
 
 def _line(row: Row, row_schema: RowSchema) -> str | None:
     return row.record["text"] if row_schema.lines else None
-
-
-def with_formats(request: RowRequest, chat: ChatModel, prompt: str) -> RowRequest:
-    """Add what the model's formats need for the answer to a prompt. Raises RequestError."""
-    params = chat.with_thinking_budget(request.params, prompt)
-    if isinstance(request.body, ChatRequest):
-        params = chat_params(chat, request.body, params, prompt)
-    return replace(request, params=params)
 
 
 def ignored_fields(request: RowRequest, tokenizer: Tokenizer | None) -> list[str]:

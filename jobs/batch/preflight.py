@@ -10,7 +10,7 @@ import time
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,11 +25,11 @@ from ...actors.batch.dataset.row_requests import (
 )
 from ...actors.batch.dataset.source import Dataset, check_columns, open_source
 from ...actors.batch.dataset.storage import Storage
-from ...actors.batch.row_answerer import ignored_fields, with_formats
+from ...actors.batch.row_answerer import ignored_fields
 from ...actors.batch.row_index import Duplicates, RowIndex, index_rows
 from ...actors.batch.row_stats import NameCounts
 from ...actors.chat.chat_model import ChatModel
-from ...actors.http.protocol.chat_completion import ChatRequest, check_tools, conversation
+from ...actors.http.protocol.preparation import prompt_of, with_formats
 from ...actors.tokenization.prompts import EncodedPrompt, encode_prompt
 from ...cluster.batch.row_ranges import from_rows
 from ...cluster.config import EngineConfig
@@ -262,14 +262,9 @@ class _RowChecker:
         record = record_of(row, self._row_schema)
         request = read_request(record, self._row_schema, self._generation, id_of(row, self._row_schema))
         body = request.body
-        if isinstance(body, ChatRequest):
-            check_tools(self._chat, body)
-            given = conversation(body, body.messages, self._tokenizer)
-        else:
-            given = body.prompts()[0]
-        prompt = encode_prompt(given, self._tokenizer)
-        request = with_formats(request, self._chat, prompt.text or "")
-        params, ignored = request.params, ignored_fields(request, self._tokenizer)
+        prompt = encode_prompt(prompt_of(self._chat, body, self._tokenizer), self._tokenizer)
+        params, _ = with_formats(self._chat, body, request.params, prompt.text or "")
+        ignored = ignored_fields(replace(request, params=params), self._tokenizer)
         check_vocabulary("prompt", prompt.token_ids, self._vocab_size)
         length, truncate = len(prompt.token_ids), body.truncate_prompt_tokens
         if truncate is not None:

@@ -11,7 +11,7 @@ from ..generation.generation import check_model
 from ..generation.request_run import GenerationRun
 from ..generation.server_context import ServerContext
 from ..openai.routes import prepare_chat
-from ..protocol.chat_completion import check_tools, conversation
+from ..protocol.preparation import prompt_of
 from ..wire.json_io import MAX_VALUES, JsonRoute, json_response
 from ..wire.request_model import unknown_fields
 from .errors import ROUTES
@@ -29,7 +29,7 @@ def message_routes(server: ServerContext) -> APIRouter:
         supported = SupportedOptions.of(server)
         chat = body.for_chat(read, supported)
         with rename_error_fields({**NAMES, **read.names}):
-            work, parser_factory = await prepare_chat(
+            task = await prepare_chat(
                 server,
                 PREFIX,
                 chat,
@@ -39,10 +39,10 @@ def message_routes(server: ServerContext) -> APIRouter:
                 resumable=False,
                 ends_with_context=True,
             )
-            work = replace(work, ignored=renamed_paths(work.ignored, NAMES))
-            run = GenerationRun(server, work)
-            writer = MessageWriter(work.id, work.model, body.max_tokens, run.metrics, body.eager_tools)
-            return await answer(run, parser_factory, writer, http)
+            task = replace(task, ignored=renamed_paths(task.ignored, NAMES))
+            run = GenerationRun(server, task)
+            writer = MessageWriter(task.id, task.model, body.max_tokens, run.metrics, body.eager_tools)
+            return await answer(run, writer, http)
 
     @router.post(f"{ROUTES}/count_tokens")
     async def count_tokens(body: CountRequest) -> Response:
@@ -51,8 +51,7 @@ def message_routes(server: ServerContext) -> APIRouter:
         chat = body.for_chat(read, SupportedOptions.of(server))
         with rename_error_fields({**NAMES, **read.names}):
             check_model(server, chat.model)
-            check_tools(server.chat, chat)
-            prompt = conversation(chat, chat.messages, server.engine.tokenizer)
+            prompt = prompt_of(server.chat, chat, server.engine.tokenizer)
             token_ids = await server.engine.encoder.list_tokens(prompt, MAX_VALUES)
         return json_response({"input_tokens": len(token_ids)})
 

@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....cluster.errors import RequestError
-from ...chat.chat_model import AnswerParserFactory
 from ...chat.text_stream import AnswerDelta
 from ...engine.outputs import CompletionOutput
 from ..protocol.chat_completion import ChatRequest
@@ -45,28 +44,22 @@ class SupportedOptions:
         )
 
 
-async def answer(
-    run: GenerationRun, parser_factory: AnswerParserFactory, writer: SectionWriter, http: Request
-) -> Response:
+async def answer(run: GenerationRun, writer: SectionWriter, http: Request) -> Response:
     headers = run.task.headers
     if run.task.request.stream:
         keep_alive_s = run.server.settings.sse_keep_alive_interval
-        events = _stream_events(run, parser_factory, writer)
+        events = _stream_events(run, writer)
 
         def ending(error: BaseException | None) -> bytes:
             """End the stream: unless it failed, its last event says that it is the last."""
             return b"" if error is None else _joined(writer.failed(error))
 
         return await sse.stream(events, http, headers, keep_alive_s, ending)
-    return json_response(
-        await sse.cancel_on_disconnect(http, _full_body(run, parser_factory, writer)), headers=headers
-    )
+    return json_response(await sse.cancel_on_disconnect(http, _full_body(run, writer)), headers=headers)
 
 
-async def _stream_events(
-    run: GenerationRun, parser_factory: AnswerParserFactory, writer: SectionWriter
-) -> AsyncGenerator[bytes, None]:
-    parts, has_started = parser_factory.make_parser(run.task.id, 0), False
+async def _stream_events(run: GenerationRun, writer: SectionWriter) -> AsyncGenerator[bytes, None]:
+    parts, has_started = run.task.parsers.make_parser(run.task.id, 0), False
     async with aclosing(run.outputs()) as outputs:
         async for _, output in outputs:
             (completion,) = output.outputs
@@ -78,11 +71,9 @@ async def _stream_events(
                 yield _joined(events)
 
 
-async def _full_body(
-    run: GenerationRun, parser_factory: AnswerParserFactory, writer: SectionWriter
-) -> JsonObject:
+async def _full_body(run: GenerationRun, writer: SectionWriter) -> JsonObject:
     ((completion,),) = [output.outputs for output in await run.answers()]
-    _written(run, writer, parser_factory.parse_complete(run.task.id, 0, completion.text), completion)
+    _written(run, writer, run.task.parsers.parse_complete(run.task.id, 0, completion.text), completion)
     return writer.full_body()
 
 

@@ -7,21 +7,12 @@ from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 
-from ...chat.chat_model import AnswerParserFactory
 from ..generation.generation import prepare, respond
 from ..generation.generation_task import GenerationTask
 from ..generation.server_context import ServerContext
-from ..protocol.chat_completion import (
-    REASONING_FIELDS,
-    ChatRequest,
-    ChatShape,
-    chat_params,
-    check_tools,
-    conversation,
-    reading_of,
-    unused_fields,
-)
+from ..protocol.chat_completion import REASONING_FIELDS, ChatRequest, ChatShape, unused_fields
 from ..protocol.completion import OPENAI_MAX_TOKENS, CompletionRequest, CompletionShape
+from ..protocol.preparation import prompt_of, with_formats
 from ..wire.json_io import JsonRoute
 
 
@@ -34,8 +25,8 @@ def completion_routes(server: ServerContext) -> APIRouter:
         """Continue one or several prompts."""
         truncate = body.truncation(server.engine.info.max_model_len)
         prompts = await server.engine.encoder.prompts(body.prompts(), truncate=truncate)
-        work = prepare(server, shape.prefix, body, http, prompts, default_max_tokens=OPENAI_MAX_TOKENS)
-        return await respond(server, shape, work, http)
+        task = prepare(server, shape.prefix, body, http, prompts, default_max_tokens=OPENAI_MAX_TOKENS)
+        return await respond(server, shape, task, http)
 
     return router
 
@@ -46,10 +37,10 @@ def chat_routes(server: ServerContext) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, http: Request) -> Response:
         """Answer a conversation, with OpenAI's tools, reasoning and schemas."""
-        work, parser_factory = await prepare_chat(server, ChatShape.prefix, body, http)
+        task = await prepare_chat(server, ChatShape.prefix, body, http)
         field = server.settings.reasoning_field_name
-        shape = ChatShape(parser_factory, REASONING_FIELDS if field is None else (field,))
-        return await respond(server, shape, work, http)
+        shape = ChatShape(task.parsers, REASONING_FIELDS if field is None else (field,))
+        return await respond(server, shape, task, http)
 
     return router
 
@@ -64,14 +55,13 @@ async def prepare_chat(
     unknown: Sequence[str] | None = None,
     resumable: bool = True,
     ends_with_context: bool = False,
-) -> tuple[GenerationTask, AnswerParserFactory]:
-    """Return the task of a conversation and the parsers of its answers; see `prepare`."""
-    check_tools(server.chat, body)
-    chat = conversation(body, body.messages, server.engine.tokenizer)
+) -> GenerationTask:
+    """Return the task of a conversation; see `prepare`."""
+    chat = prompt_of(server.chat, body, server.engine.tokenizer)
     prompt = await server.engine.encoder.prompt(
         chat, truncate=body.truncation(server.engine.info.max_model_len)
     )
-    work = prepare(
+    task = prepare(
         server,
         prefix,
         body,
@@ -83,8 +73,7 @@ async def prepare_chat(
         resumable=resumable,
         ends_with_context=ends_with_context,
     )
-    parser_factory = reading_of(server.chat, body, prompt.text or "")
-    params = chat_params(server.chat, body, work.params, prompt.text or "")
+    params, parsers = with_formats(server.chat, body, task.params, prompt.text or "")
     if params.structured_outputs is not None and server.settings.unknown_params != "ignore":
-        work.ignored.extend(params.structured_outputs.left_out)
-    return replace(work, params=params, parsers=parser_factory), parser_factory
+        task.ignored.extend(params.structured_outputs.left_out)
+    return replace(task, params=params, parsers=parsers)

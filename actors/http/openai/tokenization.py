@@ -16,7 +16,8 @@ from pydantic import (
 from ....cluster.errors import RequestError
 from ..generation.generation import check_model
 from ..generation.server_context import ServerContext
-from ..protocol.chat_completion import ChatMessage, ChatTemplateOptions, check_tools, conversation
+from ..protocol.chat_completion import ChatMessage, ChatTemplateOptions
+from ..protocol.preparation import chat_of
 from ..wire.json_io import MAX_VALUES, JsonRoute, highest, ids_as_they_are, json_response
 
 
@@ -69,8 +70,7 @@ def tokenization_routes(server: ServerContext) -> APIRouter:
         check_model(server, body.model)
         prompt = body.prompt
         if prompt is None:
-            check_tools(server.chat, body)
-            prompt = conversation(body, body.messages or (), server.engine.tokenizer)
+            prompt = chat_of(server.chat, body, body.messages or (), server.engine.tokenizer)
         token_ids = await server.engine.encoder.list_tokens(
             prompt, MAX_VALUES, add_special_tokens=body.add_special_tokens
         )

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from ....cluster.errors import RequestError, brief
-from ....cluster.request.request import MAX_LOGPROBS, SamplingParams
-from ...chat.chat_model import AnswerParserFactory, ChatModel
+from ....cluster.request.request import MAX_LOGPROBS
+from ...chat.chat_model import AnswerParserFactory
 from ...chat.text_stream import AnswerDelta, CallPiece, TextPiece
 from ...engine.outputs import CompletionOutput
 from ...tokenization.client_messages import text_of, text_parts
@@ -374,39 +374,6 @@ def _text(part: Mapping[str, Any], at: str) -> str:
             param=at,
         )
     return text
-
-
-def check_tools(chat: ChatModel, body: ToolOptions) -> None:
-    if body.available_tools:
-        chat.check_tools(body.choice)
-
-
-def reading_of(chat: ChatModel, body: ChatRequest, prompt: str) -> AnswerParserFactory:
-    return chat.reading(
-        prompt,
-        body.schemas,
-        parallel=body.parallel_tool_calls is not False,
-        with_reasoning=body.include_reasoning,
-        continued=body.continued,
-    )
-
-
-def chat_params(chat: ChatModel, body: ChatRequest, params: SamplingParams, prompt: str) -> SamplingParams:
-    """Add what the model's formats need, and forced tool calls."""
-    params = replace(params, kept_special_token_ids=chat.kept_token_ids)
-    # A named function is called once, as in OpenAI's API.
-    is_named = isinstance(body.tool_choice, NamedTool)
-    constraint = chat.constraint(
-        prompt,
-        body.schemas,
-        params.structured_outputs,
-        required=body.choice == "required",
-        strict={tool.name for tool in body.available_tools if tool.strict},
-        are_some=len(body.offered_tools) < len(body.tools or ()),
-        parallel=not is_named and body.parallel_tool_calls is not False,
-        continued=body.continued,
-    )
-    return replace(params, structured_outputs=constraint)
 
 
 class ChatShape:

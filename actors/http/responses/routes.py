@@ -31,13 +31,13 @@ def response_routes(server: ServerContext) -> APIRouter:
         with rename_error_fields({**NAMES, **conversation.names}):
             ignored = [*body.ignored(supported), *conversation.skipped]
             unknown = [*unknown_fields(body), *conversation.unknown]
-            work, parser_factory = await prepare_chat(
+            task = await prepare_chat(
                 server, PREFIX, chat, http, ignored=ignored, unknown=unknown, resumable=False
             )
-            work = replace(work, ignored=renamed_paths(work.ignored, NAMES))
-            run = GenerationRun(server, work)
+            task = replace(task, ignored=renamed_paths(task.ignored, NAMES))
+            run = GenerationRun(server, task)
             writer = ResponseWriter(response_fields(body, chat, run), body.client_tools, run.metrics)
-            return await answer(run, parser_factory, writer, http)
+            return await answer(run, writer, http)
 
     @router.get("/v1/responses/{response_id}")
     @router.delete("/v1/responses/{response_id}")
