@@ -15,7 +15,8 @@ from ....actors.batch.dataset.row_requests import RowSchema, category_of, parse_
 from ....actors.batch.dataset.source import Dataset, open_source
 from ....actors.capture.records import is_captured, read_captured
 from ....actors.chat.chat_model import ChatModel
-from ....actors.http.protocol.chat_completion import ChatRequest, chat_params, conversation, reading_of
+from ....actors.http.protocol.chat_completion import ChatRequest
+from ....actors.http.protocol.preparation import prompt_of, with_formats
 from ....actors.tokenization.generation_config import GenerationDefaults
 from ....actors.tokenization.prompts import EncodedPrompt, encode_prompt
 from ....actors.tokenization.tokenizer import Tokenizer
@@ -72,25 +73,19 @@ class TrafficReader:
         request = read_request(record, row_schema, self.generation, name)
         body, limit = request.body, request.params.max_tokens
         max_tokens = self.max_tokens if limit is None else min(limit, self.max_tokens)
-        given = (
-            conversation(body, body.messages, self.tokenizer)
-            if isinstance(body, ChatRequest)
-            else body.prompts()[0]
-        )
-        prompt = encode_prompt(given, self.tokenizer)
-        text = self._text(prompt)
-        params = self.chat.with_thinking_budget(replace(request.params, max_tokens=max_tokens), text)
-        reading = self.chat.reading(text)
-        if isinstance(body, ChatRequest):
-            reading, params = reading_of(self.chat, body, text), chat_params(self.chat, body, params, text)
+        prompt = encode_prompt(prompt_of(self.chat, body, self.tokenizer), self.tokenizer)
+        text, is_chat = self._text(prompt), isinstance(body, ChatRequest)
+        params, parsers = with_formats(self.chat, body, replace(request.params, max_tokens=max_tokens), text)
+        if not is_chat:  # a rendered conversation may have been captured
+            parsers = self.chat.reading(text)
         tenant = record.get("tenant")
         return TrafficRow(
             name=name,
             prompt=prompt,
             text=text,
             params=params,
-            kind="chat" if isinstance(body, ChatRequest) else "captured" if is_captured else "text",
-            opened=reading.opened,
+            kind="chat" if is_chat else "captured" if is_captured else "text",
+            opened=parsers.opened,
             tenant=None if tenant is None else str(tenant),
             category=category_of(record, row_schema),
         )
