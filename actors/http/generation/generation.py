@@ -95,6 +95,7 @@ def prepare(
     all_ignored = [*_ignored_fields(server, request, unknown), *ignored]
     params = request.sampling_params(server.defaults, default_max_tokens)
     all_ignored += left_out(params.structured_outputs)
+    params = server.chat.with_thinking_budget(params, prompts[0].text or "")
     if len(prompts) * params.n > MAX_COMPLETIONS:
         raise RequestError(
             f"n={params.n} for {len(prompts)} prompts: at most {MAX_COMPLETIONS} completions in one request.",
