@@ -17,6 +17,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -89,7 +90,8 @@ class Metric:
     stat: str = ""
 
 
-def counter(
+def _number(
+    kind: Kind,
     name: str,
     unit: Unit,
     help: str,
@@ -97,18 +99,10 @@ def counter(
     shared: tuple[str, ...] = SHARED_LABELS,
     stat: str = "",
 ) -> Metric:
-    return Metric(name, "counter", unit, help, (*shared, *labels), stat=stat)
+    return Metric(name, kind, unit, help, (*shared, *labels), stat=stat)
 
 
-def gauge(
-    name: str,
-    unit: Unit,
-    help: str,
-    *labels: str,
-    shared: tuple[str, ...] = SHARED_LABELS,
-    stat: str = "",
-) -> Metric:
-    return Metric(name, "gauge", unit, help, (*shared, *labels), stat=stat)
+counter, gauge = partial(_number, "counter"), partial(_number, "gauge")
 
 
 def histogram(

@@ -1,6 +1,6 @@
-"""What a request gives to the engine: its prompt, and what the model's formats add to its parameters.
+"""Makes of a request what the engine gets: the prompt, and parameters with what the model's formats add.
 
-One way for all routes, /tokenize, rows of batches and their dry run.
+All routes, /tokenize, rows of batches and their dry run take this way.
 """
 
 from __future__ import annotations

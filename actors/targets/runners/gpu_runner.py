@@ -159,7 +159,10 @@ class GpuModelRunner:
         states, trees = models.memory.states, models.trees
         uploaded, copies = self._layout.pack(plan, decoding, prompts), self._suffixes.copy(plan, decoding)
         self._layout.write_margins(uploaded, copies.margins_N)
-        self._upload.send(uploaded, np.concatenate((states.changes(plan), states.draft_changes(*copies[:3]))))
+        changes = states.changes(plan)
+        if len(copies.slots_M):
+            changes = np.concatenate((changes, states.draft_changes(*copies[:3])))
+        self._upload.send(uploaded, changes)
         models.recurrent.admit(plan)
         shares: list[_Share] = []
         passes: list[Computed] = []

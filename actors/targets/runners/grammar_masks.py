@@ -35,7 +35,7 @@ Ints = NDArray[np.int64]
 
 
 class NoGrammars:
-    """Restricts no request; the base of what does.
+    """Restricts no request; the base class of `DeviceGrammars`.
 
     Attributes:
         states: the grammars of the requests; None if none can have one.

@@ -58,7 +58,7 @@ def pack_saves(plan: SchedulerOutput, requests_G: NDArray[np.intp], room: int) -
 
 
 class NoRecurrent:
-    """Of a target without recurrent states; the base of what tracks them."""
+    """Tracks nothing, for a target without recurrent states; the base class of `DeviceRecurrent`."""
 
     is_kept = False
 

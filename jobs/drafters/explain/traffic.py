@@ -15,8 +15,8 @@ from ....actors.batch.dataset.row_requests import RowSchema, category_of, parse_
 from ....actors.batch.dataset.source import Dataset, open_source
 from ....actors.capture.records import is_captured, read_captured
 from ....actors.chat.chat_model import ChatModel
-from ....actors.http.protocol.chat_completion import ChatRequest
-from ....actors.http.protocol.preparation import prompt_of, with_formats
+from ....actors.http.protocol.chat_completion import ChatRequest, conversation
+from ....actors.http.protocol.preparation import with_formats
 from ....actors.tokenization.generation_config import GenerationDefaults
 from ....actors.tokenization.prompts import EncodedPrompt, encode_prompt
 from ....actors.tokenization.tokenizer import Tokenizer
@@ -73,8 +73,11 @@ class TrafficReader:
         request = read_request(record, row_schema, self.generation, name)
         body, limit = request.body, request.params.max_tokens
         max_tokens = self.max_tokens if limit is None else min(limit, self.max_tokens)
-        prompt = encode_prompt(prompt_of(self.chat, body, self.tokenizer), self.tokenizer)
-        text, is_chat = self._text(prompt), isinstance(body, ChatRequest)
+        is_chat = isinstance(body, ChatRequest)
+        # Not `prompt_of`: its server may have parsed tools with a format that the template does not tell.
+        given = conversation(body, body.messages, self.tokenizer) if is_chat else body.prompts()[0]
+        prompt = encode_prompt(given, self.tokenizer)
+        text = self._text(prompt)
         params, parsers = with_formats(self.chat, body, replace(request.params, max_tokens=max_tokens), text)
         if not is_chat:  # a rendered conversation may have been captured
             parsers = self.chat.reading(text)

@@ -134,10 +134,10 @@ class HostCopies(DeviceDrafts):
 
 
 class NoSuffixes:
-    """Makes no copies; the base of what does.
+    """Makes no copies; the base class of `DeviceSuffixes`.
 
     Attributes:
-        num_rows: most rows of the decoding requests' blocks, whose margins are uploaded with a plan.
+        num_rows: most rows of the decoding requests' blocks; the plan is uploaded with their margins.
         choice: of the current plan.
     """
 
