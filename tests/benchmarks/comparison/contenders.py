@@ -62,7 +62,10 @@ class TransformersTarget:
 
     def load(self, dtype: str, attention: str = "sdpa") -> PreTrainedModel:
         if dtype not in self._models:
-            model = AutoModelForCausalLM.from_pretrained(self._folder, dtype=getattr(torch, dtype))
+            gguf = next(self._folder.glob("*.gguf"), None)  # transformers dequantizes it
+            model = AutoModelForCausalLM.from_pretrained(
+                self._folder, gguf_file=gguf and gguf.name, dtype=getattr(torch, dtype)
+            )
             model.generation_config = GenerationConfig()  # the checkpoint's config would stop at EOS
             self._models[dtype] = model.to(self.device).eval()  # type: ignore[arg-type]  # its decorator hides self
         model = self._models[dtype]

@@ -154,6 +154,26 @@ class LoopDrafter(nn.Module):
         _drop_last(cache, num_drafts + 1)
         return self.norm(x)[0, 1:]
 
+    def logits_after(self, y_XH: Tensor, before_X: Tensor, noise_XV: Tensor | None = None) -> Tensor:
+        """Return the logits [X, V] of slots whose previous tokens are `before_X`.
+
+        Args:
+            noise_XV: added to the logits to choose a selector's candidates; all others get -inf.
+        """
+        logits_XV = self.logits(y_XH)
+        if self._selector is None:
+            return logits_XV
+        ranked_XV = logits_XV if noise_XV is None else logits_XV + noise_XV
+        tokens_XC = ranked_XV.topk(self._selector.top_k, dim=-1).indices
+        gates_XE = self._selector.gates(y_XH)
+        scores_XC = torch.stack(
+            [
+                self._selector.scores(*each)
+                for each in zip(gates_XE, logits_XV.gather(1, tokens_XC), tokens_XC, before_X, strict=True)
+            ]
+        )
+        return torch.full_like(logits_XV, float("-inf")).scatter_(1, tokens_XC, scores_XC)
+
     def _inputs(self, anchor: int, num_drafts: int) -> Tensor:
         """Return the inputs [1, S, H]: the anchor's embedding, then the mask's."""
         device = self._embedding_VH.device
@@ -193,14 +213,20 @@ class _Selector:
 
     def path(self, y_XH: Tensor, logits_XV: Tensor, anchor: int) -> list[int]:
         before, drafts = anchor, list[int]()
-        gates_XE = functional.linear(y_XH, self.hidden_EH)
         for gate_E, (values_C, tokens_C) in zip(
-            gates_XE, zip(*logits_XV.topk(self.top_k, dim=-1), strict=True), strict=True
+            self.gates(y_XH), zip(*logits_XV.topk(self.top_k, dim=-1), strict=True), strict=True
         ):
-            scores_C = values_C + self.successors_VE[tokens_C] @ (self.predecessors_VE[before] * gate_E)
+            scores_C = self.scores(gate_E, values_C, tokens_C, before)
             before = int(tokens_C[scores_C.argmax()])
             drafts.append(before)
         return drafts
+
+    def gates(self, y_XH: Tensor) -> Tensor:
+        return functional.linear(y_XH, self.hidden_EH)
+
+    def scores(self, gate_E: Tensor, values_C: Tensor, tokens_C: Tensor, before: int | Tensor) -> Tensor:
+        """Return the scores [C] of candidates after the token `before`; `values_C` are their logits."""
+        return values_C + self.successors_VE[tokens_C] @ (self.predecessors_VE[before] * gate_E)
 
 
 def _beyond_qwen3(config: DrafterConfig) -> str | None:
