@@ -88,7 +88,7 @@ def run_couplings(config: EngineConfig, options: CouplingOptions) -> Figures:
         texts = []
         for i, prompt in enumerate(prompts):
             say(f"temperature {temperature:g}: text {i + 1} of {len(prompts)}")
-            text = _Text(target, drafter, prompt, options.max_tokens, temperature, seed=i)
+            text = SampledText(target, drafter, prompt, options.max_tokens, temperature, seed=i)
             texts.append(text.acceptances(drafter, num_drafts))
         points.append({"temperature": temperature, "drafts": num_drafts, "tokens_per_step": _steps(texts)})
     names = list(points[0]["tokens_per_step"])
@@ -100,7 +100,7 @@ def run_couplings(config: EngineConfig, options: CouplingOptions) -> Figures:
     return record(config, options, points)
 
 
-class _Text:
+class SampledText:
     """A text sampled from the target, with the logits and taps of all its positions."""
 
     def __init__(
