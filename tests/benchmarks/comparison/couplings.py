@@ -12,7 +12,7 @@ coupling accepts draft j with the probability below, so all of them walk over th
     greedy drafts     1 if argmax q_j = x_j: greedy drafts and rejection, which accepts d_j with p_j(d_j)
 
 Deterministic but for the draws of `best`, whose walks are repeated. With DFlash2's selector q_j is that after
-x_(j-1). Legend: K drafts of a block, V vocabulary.
+x_(j-1), over all tokens; equal noise chooses among its candidates. Legend: K drafts of a block, V vocabulary.
 """
 
 from __future__ import annotations

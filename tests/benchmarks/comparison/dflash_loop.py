@@ -158,21 +158,18 @@ class LoopDrafter(nn.Module):
         """Return the logits [X, V] of slots whose previous tokens are `before_X`.
 
         Args:
-            noise_XV: added to the logits to choose a selector's candidates; all others get -inf.
+            noise_XV: added to the logits to choose a selector's candidates; all others get -inf. Without it
+                the selector scores all tokens.
         """
         logits_XV = self.logits(y_XH)
         if self._selector is None:
             return logits_XV
-        ranked_XV = logits_XV if noise_XV is None else logits_XV + noise_XV
-        tokens_XC = ranked_XV.topk(self._selector.top_k, dim=-1).indices
-        gates_XE = self._selector.gates(y_XH)
-        scores_XC = torch.stack(
-            [
-                self._selector.scores(*each)
-                for each in zip(gates_XE, logits_XV.gather(1, tokens_XC), tokens_XC, before_X, strict=True)
-            ]
-        )
-        return torch.full_like(logits_XV, float("-inf")).scatter_(1, tokens_XC, scores_XC)
+        scores_XV = self._selector.scores(y_XH, logits_XV, before_X)
+        if noise_XV is None:
+            return scores_XV
+        tokens_XC = (logits_XV + noise_XV).topk(self._selector.top_k, dim=-1).indices
+        none_XV = torch.full_like(scores_XV, float("-inf"))
+        return none_XV.scatter_(1, tokens_XC, scores_XV.gather(1, tokens_XC))
 
     def _inputs(self, anchor: int, num_drafts: int) -> Tensor:
         """Return the inputs [1, S, H]: the anchor's embedding, then the mask's."""
@@ -213,20 +210,19 @@ class _Selector:
 
     def path(self, y_XH: Tensor, logits_XV: Tensor, anchor: int) -> list[int]:
         before, drafts = anchor, list[int]()
+        gates_XE = functional.linear(y_XH, self.hidden_EH)
         for gate_E, (values_C, tokens_C) in zip(
-            self.gates(y_XH), zip(*logits_XV.topk(self.top_k, dim=-1), strict=True), strict=True
+            gates_XE, zip(*logits_XV.topk(self.top_k, dim=-1), strict=True), strict=True
         ):
-            scores_C = self.scores(gate_E, values_C, tokens_C, before)
+            scores_C = values_C + self.successors_VE[tokens_C] @ (self.predecessors_VE[before] * gate_E)
             before = int(tokens_C[scores_C.argmax()])
             drafts.append(before)
         return drafts
 
-    def gates(self, y_XH: Tensor) -> Tensor:
-        return functional.linear(y_XH, self.hidden_EH)
-
-    def scores(self, gate_E: Tensor, values_C: Tensor, tokens_C: Tensor, before: int | Tensor) -> Tensor:
-        """Return the scores [C] of candidates after the token `before`; `values_C` are their logits."""
-        return values_C + self.successors_VE[tokens_C] @ (self.predecessors_VE[before] * gate_E)
+    def scores(self, y_XH: Tensor, logits_XV: Tensor, before_X: Tensor) -> Tensor:
+        """Return the scores [X, V] of all tokens after `before_X`."""
+        gates_XE = functional.linear(y_XH, self.hidden_EH)
+        return logits_XV + (self.predecessors_VE[before_X] * gates_XE) @ self.successors_VE.T
 
 
 def _beyond_qwen3(config: DrafterConfig) -> str | None:
