@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from manta.actors.checkpoints.gguf_files import gguf_files
 from manta.jobs.bench.common.engine_passes import Pass, SteppedPass
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -62,10 +63,11 @@ class TransformersTarget:
 
     def load(self, dtype: str, attention: str = "sdpa") -> PreTrainedModel:
         if dtype not in self._models:
-            gguf = next(self._folder.glob("*.gguf"), None)  # transformers dequantizes it
-            model = AutoModelForCausalLM.from_pretrained(
-                self._folder, gguf_file=gguf and gguf.name, dtype=getattr(torch, dtype)
-            )
+            given: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+            folder = self._folder
+            for file in gguf_files(folder):  # transformers dequantizes it
+                folder, given["gguf_file"] = file.parent, file.name
+            model = AutoModelForCausalLM.from_pretrained(folder, **given)
             model.generation_config = GenerationConfig()  # the checkpoint's config would stop at EOS
             self._models[dtype] = model.to(self.device).eval()  # type: ignore[arg-type]  # its decorator hides self
         model = self._models[dtype]
