@@ -239,3 +239,20 @@ def test_the_modules_that_pages_name_exist() -> None:
         named = re.findall(r"`(?:\.\.\./)?([\w/]+\.py)(?:::[^`]*)?`", page.read_text(encoding="utf-8"))
         unknown = {name for name in named if not any(module.endswith(f"/{name}") for module in modules)}
         assert unknown <= FOREIGN, page.name
+
+
+def test_the_method_shows_accept_as_it_is() -> None:
+    shown = re.search(
+        r"```python\ndef accept\(.*?\n(.*?)```", (ROOT / "docs/method.md").read_text(), re.DOTALL
+    )
+    assert shown is not None
+    source = (ROOT / "drafter/step/sampling/verification.py").read_text(encoding="utf-8")
+    assert shown[1].rstrip() in source
+
+
+def test_the_files_of_the_reading_order_have_about_the_lines_that_it_says() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+ \| `([\w/]+\.py)` \| (\d+) \|", page, re.MULTILINE)
+    lines = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name, _ in rows}
+    assert len(rows) == 9
+    assert {name: said for name, said in rows if not 0.85 < lines[name] / int(said) < 1.15} == {}
