@@ -248,9 +248,7 @@ def brief_url(where: object) -> str:
     """Return a path or URL for a message: without password, query and fragment, which may be secret."""
     text = str(where)
     scheme = _SCHEME.match(text)
-    if scheme is None:
-        return brief_name(text, MAX_MESSAGE // 4)
-    if scheme[1].lower() == "file":
+    if scheme is None or scheme[1].lower() == "file":
         return brief_name(text, MAX_MESSAGE // 4)
     address = re.split(r"[?#]", _SECRET.sub(r"\1@", text[len(scheme[0]) :]), maxsplit=1)[0]
     return brief_name(f"{scheme[1]}://{address}", MAX_MESSAGE // 4)

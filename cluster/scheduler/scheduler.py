@@ -130,16 +130,18 @@ class Scheduler:
             num_tokens_R, known_R = self.table.max_tokens(slots_R), self.table.pending_tokens(slots_R)
             limits_R = self._limits(slots_R, num_tokens_R)
             drafts_R = self._drafts(slots_R, known_R, limits_R, now_s)
+            # A decoding request knows one token that is not computed yet, a prompt several.
             wanted_R, num_prompts = self._wanted_rows(slots_R, known_R, drafts_R), int((known_R > 1).sum())
             if num_prompts < len(slots_R) and (num_prompts or self.queues.waiting):
                 prompt_budget = self.controller.prefill_rows()
             if num_prompts and prompt_budget < budget:
                 wanted_R = BackgroundWork(len(slots_R), prompt_budget).limit_rows(wanted_R, known_R)
-                included = np.flatnonzero(wanted_R)
+                included = np.flatnonzero(wanted_R)  # prompts beyond the budget wait for the next step
                 slots_R, num_tokens_R, known_R, wanted_R = (
                     array_R[included] for array_R in (slots_R, num_tokens_R, known_R, wanted_R)
                 )
             rows_R = split_rows(wanted_R, budget)
+            # Preemption takes from the end: those that are served last.
             num_kept = self._allocate_rows(slots_R, num_tokens_R - known_R, rows_R)
             slots_R, rows_R = slots_R[:num_kept], rows_R[:num_kept]
             prompt_budget -= int(rows_R[known_R[:num_kept] > 1].sum())

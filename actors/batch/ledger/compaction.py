@@ -40,19 +40,22 @@ def compact(output: Storage, index: OutputIndex, form: OutputForm, run: int) -> 
 
 def renumber(output: Storage, index: OutputIndex, form: OutputForm, id_hashes: np.ndarray, run: int) -> None:
     """Give rows of stale parts the numbers of their ids in the changed input; remove others. Repeatable."""
-    order = np.argsort(id_hashes)
+    order = np.argsort(id_hashes)  # order[i]: number of the row with the i-th smallest hash
     ordered = id_hashes[order]
 
     def numbers(record: Record) -> np.ndarray:
         wanted = np.array([id_hash(each) for each in ids_in(output.read(record.part), form)], dtype=np.uint64)
         if not len(ordered):
             return np.full(len(wanted), REMOVED)
+        # Where a hash is, or would be; one beyond the last is compared with the last, and so not found.
         places = np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)
         return np.where(ordered[places] == wanted, order[places], REMOVED)
 
     stale = list(index.stale.values())
     for record, now in zip(stale, in_parallel(numbers, stale), strict=True):
-        if (now != REMOVED).all() and (np.diff(now) > 0).all():
+        if (now != REMOVED).all() and (
+            np.diff(now) > 0
+        ).all():  # the same rows in the same order: keep the file
             by_old = dict(zip(iterate_rows(record.rows), now.tolist(), strict=True))
             failures = renumber_failures([(record.failures, by_old)])
             same = replace(record, numbering=run, rows=from_rows(now.tolist()), failures=failures)

@@ -123,20 +123,12 @@ class LoadPlan:
 
 def plan_load(config: EngineConfig) -> LoadPlan:
     """Resolve and check settings. A CheckpointError or ConfigError names the field and the remedy."""
-    folder, draft_folder, drafter = target_folder(config), None, None
+    folder, spec = target_folder(config), config.speculative_config
     target = read_model(folder, config.hf_overrides)
     Sharding(target, 0, config.tensor_parallel_size)
     tensors = open_checkpoint(folder, target) if config.load_format == "auto" else None
     target, doubts = _with_end_token(config, folder, target)
-    if (spec := config.speculative_config) is not None and spec.model is not None:
-        draft_folder = drafter_folder(config, spec.model)
-        drafter = (
-            _read_assistant(config, draft_folder, target)
-            if spec.method == "mtp"
-            else _read_config(spec, draft_folder, target.num_layers)
-        )
-    elif spec is not None and spec.method == "mtp":
-        drafter = read_mtp(config, folder, target)
+    draft_folder, drafter = _read_drafter_config(config, folder, target)
     config = without_stored_quantization(config, target, drafter)
     refuse_quantizing_twice(config, target, drafter)
     length, window = find_max_model_len(config, target, drafter), None
@@ -155,6 +147,25 @@ def plan_load(config: EngineConfig) -> LoadPlan:
             tensors = QuantizedFolder(draft_folder, drafter.quantization, torch.float32)
             unused += unused_drafter_scales(tensors, has_fp8_kv=kv_dtype(config) is not None)
     return replace(plan, draft_window=window, doubts=(*doubts, *unused))
+
+
+def _read_drafter_config(
+    config: EngineConfig, folder: Path, target: ModelSpec
+) -> tuple[Path | None, DraftConfig | None]:
+    """Return what drafts, and its folder if it has one of its own.
+
+    A checkpoint of DFlash or EAGLE-3, an assistant's (method mtp, with a model), or the target's own layers
+    in `folder` (mtp without); nothing for methods that need no model.
+    """
+    spec = config.speculative_config
+    if spec is None or (spec.model is None and spec.method != "mtp"):
+        return None, None
+    if spec.model is None:
+        return None, read_mtp(config, folder, target)
+    own = drafter_folder(config, spec.model)
+    if spec.method == "mtp":
+        return own, _read_assistant(config, own, target)
+    return own, _read_config(spec, own, target.num_layers)
 
 
 def read_mtp(config: EngineConfig, folder: Path, target: ModelSpec) -> MtpConfig:

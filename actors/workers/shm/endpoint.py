@@ -16,7 +16,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from .ring_buffer import SharedMemory, ShmRing
 
@@ -94,6 +94,13 @@ class SpinWaiter:
                 end.take_wakeups()
 
 
+class _Peer(NamedTuple):
+    """A peer's socket, and the line of the memory in which the other end says that it sleeps."""
+
+    sock: socket.socket
+    asleep_line: int
+
+
 class ShmEndpoint:
     """One side of a shared-memory connection.
 
@@ -104,9 +111,7 @@ class ShmEndpoint:
         self._memory = memory
         self._own_line = own_line
         self._waiter = waiter
-        self._peers: dict[
-            int, tuple[socket.socket, int]
-        ] = {}  # its number -> socket, line in which it says that it sleeps
+        self._peers: dict[int, _Peer] = {}  # by number
         self._lost: set[int] = set()
         self._proofs: dict[int, bytes] = {}  # that peers have yet to send
         self._closed = False
@@ -119,7 +124,7 @@ class ShmEndpoint:
         if the peer has already proven itself.
         """
         sock.setblocking(False)
-        self._peers[number] = sock, asleep_line
+        self._peers[number] = _Peer(sock, asleep_line)
         if proof:
             self._proofs[number] = proof
         self._waiter.listen(sock)

@@ -82,6 +82,7 @@ def fits_pages(page_size: int) -> bool:
 
 
 def can_compile(*sizes: int) -> bool:
+    """Return whether rows of these sizes can be computed: in whole vectors of 32 bf16 values."""
     return all(size % 32 == 0 for size in sizes)
 
 

@@ -162,7 +162,13 @@ class TrimLists:
     @staticmethod
     def num_values(room: int, num_drafts: int, num_factors: int = 0) -> int:
         """Return the number of values of `pack`, a multiple of 16 bytes."""
-        return 2 * room + 2 * _aligned(num_drafts) + _aligned(num_factors)
+        return sum(size for _, size in TrimLists._parts(room, num_drafts, num_factors))
+
+    @staticmethod
+    def _parts(room: int, num_drafts: int, num_factors: int) -> list[tuple[int, int]]:
+        """Return used and reserved values of each attribute, in order: what is packed, and its views."""
+        lengths = (room, room, num_drafts, num_drafts, num_factors)
+        return [(length, _aligned(length)) for length in lengths]
 
     @staticmethod
     def pack(
@@ -179,22 +185,29 @@ class TrimLists:
             room: capacity in requests, a multiple of 4.
             num_drafts: K.
         """
-        values = np.zeros(TrimLists.num_values(room, num_drafts, len(factors)), dtype=np.float32)
-        end = 2 * room + 2 * _aligned(num_drafts)
-        of_requests, of_drafts = values[: 2 * room].reshape(2, -1), values[2 * room : end].reshape(2, -1)
-        values[end : end + len(factors)] = factors
-        of_drafts[:, :num_drafts] = AcceptanceCurve.prior(num_drafts)  # by which trees grow on the host, too
+        parts = TrimLists._parts(room, num_drafts, len(factors))
+        values = np.zeros(sum(reserved for _, reserved in parts), dtype=np.float32)
+        ends = np.cumsum([reserved for _, reserved in parts])[:-1]
+        weights_R, bias_R, bias_K, slope_K, factors_T = np.split(values, ends)
+        factors_T[: len(factors)] = factors
+        # By the prior trees grow on the host, too.
+        bias_K[:num_drafts], slope_K[:num_drafts] = AcceptanceCurve.prior(num_drafts)
         if trim is not None:
-            of_requests[:, : len(requests_G)] = trim.weights_R[requests_G], trim.bias_R[requests_G]
-            of_drafts[:, : len(trim.bias_K)] = trim.bias_K, trim.slope_K
+            weights_R[: len(requests_G)], bias_R[: len(requests_G)] = (
+                trim.weights_R[requests_G],
+                trim.bias_R[requests_G],
+            )
+            bias_K[: len(trim.bias_K)], slope_K[: len(trim.bias_K)] = trim.bias_K, trim.slope_K
         return values.view(np.int32)
 
     @classmethod
     def views_of(cls, values: Tensor, room: int, num_drafts: int, num_factors: int = 0) -> TrimLists:
         """Return views of packed values on the device."""
-        numbers, end = values.view(torch.float32), 2 * room + 2 * _aligned(num_drafts)
-        of_requests, of_drafts = numbers[: 2 * room].view(2, -1), numbers[2 * room : end].view(2, -1)
-        return cls(*of_requests.unbind(0), *of_drafts.unbind(0), numbers[end : end + num_factors])
+        parts = TrimLists._parts(room, num_drafts, num_factors)
+        reserved = values.view(torch.float32)[: sum(size for _, size in parts)].split(
+            [size for _, size in parts]
+        )
+        return cls(*(part[:used] for part, (used, _) in zip(reserved, parts, strict=True)))
 
 
 def _aligned(count: int) -> int:

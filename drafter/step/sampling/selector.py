@@ -129,6 +129,7 @@ def _noisy_best(scores_MPK: Tensor, ids_MK: Tensor, batch: SamplingMetadata) -> 
 
 def _noised_pairs(scores_MPK: Tensor, ids_MK: Tensor, batch: SamplingMetadata) -> Tensor:
     assert batch.temperature_M1 is not None and batch.key_2M1 is not None, "made together by `build`"
+    # Filters see a row per previous token; noise depends on the candidate alone, whatever came before it.
     num_before = scores_MPK.shape[1]
     kept = filter_logits(scores_MPK.flatten(0, 1), _repeated(batch, num_before)).view_as(scores_MPK)
     negative_g_M1K = negative_gumbel_of(batch.key_2M1, ids_MK).unsqueeze(1)

@@ -86,6 +86,13 @@ class DraftBlocks(NamedTuple):
         return self.drafting_N[self.host.sampled_X]
 
 
+class Comparison(NamedTuple):
+    """Numbers of integers."""
+
+    differing: int
+    compared: int
+
+
 class StatePair:
     """The same requests in the host's states and in the device's states.
 
@@ -150,23 +157,23 @@ class StatePair:
         block = block.at_next_positions() if samples_anchor else block
         return DraftBlocks(host, block, requests.cu_rows_R1, torch.from_numpy(drafting_N).to(self._device))
 
-    def draft(self) -> tuple[int, int, Tensor]:
-        """Lay out blocks and place proposals; return differing and compared integers, and drafts [R, K]."""
+    def draft(self) -> tuple[Comparison, Tensor]:
+        """Lay out and compare blocks, and place proposals; return these drafts [R, K], too."""
         blocks = self.blocks()
         chosen_N = self.words(len(blocks.device.slots_N))
         write_drafts(chosen_N, blocks.device, self.device.tables)
         host = blocks.host
         drafts_RK = by_request(chosen_N[blocks.draft_rows], host.counts_R, host.max_count)
         self.host.write_drafts(self.step, drafts_RK)
-        return *self._differing(blocks.device, blocks.drafting_N, host), drafts_RK
+        return self._compare(blocks.device, blocks.drafting_N, host), drafts_RK
 
-    def rows(self) -> tuple[int, int]:
-        """Lay out the target's rows; return the number of differing and of compared integers."""
+    def rows(self) -> Comparison:
+        """Lay out the target's rows and compare them."""
         found = lay_out_rows(self.requests, self.device.tables)
         everything_N = torch.arange(self.step.num_batched_tokens, device=self._device)
-        return self._differing(found, everything_N, self.host.lay_out_rows(self.step))
+        return self._compare(found, everything_N, self.host.lay_out_rows(self.step))
 
-    def _differing(self, found: DeviceRows, theirs_N: Tensor, expected: StepRows) -> tuple[int, int]:
+    def _compare(self, found: DeviceRows, theirs_N: Tensor, expected: StepRows) -> Comparison:
         """Compare the rows that the host also has; padding must write its K and V to the scratch slot."""
         padding_slots = found.kv_slots[0][-_PADDING:]
         pairs = [
@@ -178,20 +185,21 @@ class StatePair:
         return _count(pairs)
 
 
-def _count(pairs: list[tuple[Tensor, Tensor]]) -> tuple[int, int]:
-    return sum(int((a != b).sum()) for a, b in pairs), sum(a.numel() for a, _ in pairs)
+def _count(pairs: list[tuple[Tensor, Tensor]]) -> Comparison:
+    return Comparison(sum(int((a != b).sum()) for a, b in pairs), sum(a.numel() for a, _ in pairs))
 
 
 def _rows(machine: MachineKind) -> CheckOutcome:
     pair = StatePair(machine)
-    *of_blocks, _ = pair.draft()
+    of_blocks, _ = pair.draft()
     of_rows = pair.rows()
-    return none_differ(of_blocks[0] + of_rows[0], of_blocks[1] + of_rows[1], "integers")
+    differing = of_blocks.differing + of_rows.differing
+    return none_differ(differing, of_blocks.compared + of_rows.compared, "integers")
 
 
 def _verification(machine: MachineKind) -> CheckOutcome:
     pair = StatePair(machine)
-    *_, drafts_RK = pair.draft()
+    _, drafts_RK = pair.draft()
     plan, tables, requests = pair.step, pair.device.tables, pair.requests
     chosen_N = pair.words(requests.num_rows)
     counts_R = torch.from_numpy(1 + plan.num_drafts).to(chosen_N)

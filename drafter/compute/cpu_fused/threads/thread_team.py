@@ -201,6 +201,9 @@ def _work(team, thread):
 
 @elements
 def _next_epoch(team, epoch):
+    # Spins first, as the next call usually comes within microseconds; then sleeps on the futex, so that an
+    # idle engine leaves its cores to others. The caller wakes threads only if SLEEPERS is not 0: it is raised
+    # before the futex compares the epoch, so a call between the last look and the sleep ends the sleep.
     looks = 0
     while read_shared(team + _EPOCH) == epoch:
         pause()
