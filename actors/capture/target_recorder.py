@@ -26,8 +26,8 @@ from ...drafter.step.inputs.proposals import Proposals
 from ...drafter.step.inputs.row_layout import StepRows
 from ...drafter.step.request_states import RequestStates
 from ..engine.uniproc_executor import InProcessExecutor
-from ..targets.loading.load_plan import LoadPlan
-from ..targets.loading.rank_loader import Checkpoints, plan_load, start_runner
+from ..targets.loading.rank_loader import Checkpoints, resolve_config, start_runner
+from ..targets.loading.resolved_config import ResolvedConfig
 from ..targets.model.decoder import Decoder
 from ..targets.runners.cpu_runner import CpuModelRunner
 from ..targets.runners.runner_interface import Runner
@@ -113,8 +113,8 @@ class _HeardDecoder(Decoder):
 class RecordingExecutor(InProcessExecutor):
     """An executor without drafts whose steps are recorded.
 
-    The host must drive the steps (`LoadPlan.runs_on_device`), and prefixes are not cached, since rows that
-    are found there are not computed.
+    The host must drive the steps (`ResolvedConfig.runs_on_device`), and prefixes are not cached, since rows
+    that are found there are not computed.
     """
 
     def __init__(self, config: EngineConfig, recorder: TargetRecorder) -> None:
@@ -123,8 +123,8 @@ class RecordingExecutor(InProcessExecutor):
         self._recorder = recorder
         super().__init__(config)
 
-    def _load(self, config: EngineConfig) -> tuple[LoadPlan, Runner, ExecutorInfo]:
-        plan = replace(plan_load(config), recorded_layers=self._recorder.layout.layer_ids)
+    def _load(self, config: EngineConfig) -> tuple[ResolvedConfig, Runner, ExecutorInfo]:
+        plan = replace(resolve_config(config), recorded_layers=self._recorder.layout.layer_ids)
         runner, info = start_runner(plan, Checkpoints())
         assert isinstance(runner, CpuModelRunner), "the host drives the steps"
         runner.drafts, runner.model = self._recorder, _HeardDecoder(runner.model, self._recorder.hear)

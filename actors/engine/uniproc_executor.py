@@ -13,7 +13,7 @@ from ...cluster.step.scheduler_output import SchedulerOutput, StepResult
 
 if TYPE_CHECKING:
     from ..targets.loading.drafter_swap import DrafterSwap
-    from ..targets.loading.load_plan import LoadPlan
+    from ..targets.loading.resolved_config import ResolvedConfig
     from ..targets.runners.runner_interface import Runner
 
 
@@ -41,10 +41,10 @@ class InProcessExecutor:
         self._num_swaps = 0
         self._set_threads = thread_setter(self.info)  # those that the backend leaves to PyTorch
 
-    def _load(self, config: EngineConfig) -> tuple[LoadPlan, Runner, ExecutorInfo]:
-        from ..targets.loading.rank_loader import Checkpoints, plan_load, start_runner
+    def _load(self, config: EngineConfig) -> tuple[ResolvedConfig, Runner, ExecutorInfo]:
+        from ..targets.loading.rank_loader import Checkpoints, resolve_config, start_runner
 
-        plan = plan_load(config)
+        plan = resolve_config(config)
         return plan, *start_runner(plan, Checkpoints())
 
     @property

@@ -42,12 +42,12 @@ class TargetWorker(Worker):
 
     def _load(self) -> ExecutorInfo:
         from ..targets.loading.drafter_swap import DrafterSwap
-        from ..targets.loading.load_plan import plan_load
         from ..targets.loading.operator_factory import make_fused_sum
         from ..targets.loading.rank_loader import Checkpoints, start_runner
+        from ..targets.loading.resolved_config import resolve_config
         from .drafter.remote_drafter import RemoteDrafterSource, SplitRunner
 
-        plan = plan_load(self.setting.config)
+        plan = resolve_config(self.setting.config)
         self.ranks.use_peer_memory(plan.dtype, make_fused_sum(plan))
         sources: list[RemoteDrafterSource] = []
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError, PlacementError
 from ..hardware.gpu_specs import Gpu
-from ..hardware.memory_plan import MemoryPlan, plan_memory
+from ..hardware.memory_estimate import MemoryEstimate, estimate_memory
 from ..hardware.model_pair import LayoutDemand, ModelPair
 from ..hardware.parallel_layouts import ParallelLayout
 from ..hardware.step_time import StepTimes
@@ -46,7 +46,7 @@ class LayoutEstimate:
     """The estimated speed of a layout that fits; `misses` is the part of the demand that it misses."""
 
     layout: ParallelLayout
-    memory: MemoryPlan
+    memory: MemoryEstimate
     alone: OperatingPoint
     best: OperatingPoint
     misses: str = ""
@@ -62,7 +62,7 @@ def estimate(
     pair: ModelPair, gpu: Gpu, layout: ParallelLayout, demand: LayoutDemand
 ) -> LayoutEstimate | LayoutMisfit:
     try:
-        memory = plan_memory(pair, gpu, layout, demand)
+        memory = estimate_memory(pair, gpu, layout, demand)
     except PlacementError as error:
         return LayoutMisfit(layout, error)
     times = StepTimes(pair, gpu, layout)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..config import EngineConfig, SpeculativeConfig
 from ..engine.engine_core import EngineCore
-from ..hardware.memory_plan import MAX_ROWS, PAGE_SIZE, MemoryPlan
+from ..hardware.memory_estimate import MAX_ROWS, PAGE_SIZE, MemoryEstimate
 from ..hardware.model_pair import LayoutDemand, ModelPair
 from ..hardware.parallel_layouts import ParallelLayout
 from ..hardware.step_time import LAUNCH_S, LAUNCHES_OF_TREES, NO_CHUNK, Chunk, StepTimes
@@ -32,7 +32,7 @@ VOCAB = 2**15  # vocabulary of the simulated tokens, whose values do not matter
 
 def simulated_engine(
     pair: ModelPair,
-    memory: MemoryPlan,
+    memory: MemoryEstimate,
     demand: LayoutDemand,
     cost: Callable[[SchedulerOutput], StepTimings],
     *,
@@ -153,7 +153,7 @@ def replay_trace(
     times: StepTimes,
     pair: ModelPair,
     layout: ParallelLayout,
-    memory: MemoryPlan,
+    memory: MemoryEstimate,
     demand: LayoutDemand,
     slo: Slo,
 ) -> ReplayResult:

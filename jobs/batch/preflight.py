@@ -250,9 +250,9 @@ class _TooLongError(RequestError):
 class _RowChecker:
     def __init__(self, row_schema: RowSchema, config: EngineConfig) -> None:
         model = check_model(config, elsewhere=True)
-        self.max_model_len = model.plan.max_model_len
+        self.max_model_len = model.resolved.max_model_len
         self._row_schema = row_schema
-        self._vocab_size = model.plan.target.vocab_size
+        self._vocab_size = model.resolved.target.vocab_size
         self._tokenizer = model.tokenizer
         self._chat = ChatModel.of(model.tokenizer)
         self._generation = model.defaults

@@ -24,9 +24,9 @@ import torch
 from ...actors.system.atomic_files import write_json
 from ...actors.system.host_resources import free_ram_bytes
 from ...actors.system.wait_messages import say
-from ...actors.targets.loading.load_plan import LoadPlan, plan_models
 from ...actors.targets.loading.memory_budget import page_bytes
 from ...actors.targets.loading.rank_loader import start_runner
+from ...actors.targets.loading.resolved_config import ResolvedConfig, resolve_models
 from ...actors.targets.runners.runner_interface import Runner
 from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...cluster.errors import ConfigError
@@ -99,7 +99,7 @@ def bench_step(options: StepOptions) -> Figures:
     return figures
 
 
-def _load_plan(options: StepOptions, shape: PairShape) -> LoadPlan:
+def _load_plan(options: StepOptions, shape: PairShape) -> ResolvedConfig:
     batch = max(options.batches)
     config = EngineConfig(
         model=shape.name,
@@ -115,7 +115,7 @@ def _load_plan(options: StepOptions, shape: PairShape) -> LoadPlan:
         max_num_batched_tokens=batch * shape.drafter.block_size,
     )
     room = max(options.contexts) + shape.drafter.block_size + 1
-    return plan_models(config, Path(shape.name), shape.target, Path(shape.name), shape.drafter, room)
+    return resolve_models(config, Path(shape.name), shape.target, Path(shape.name), shape.drafter, room)
 
 
 def _figures(point: StepPoint, seen: PointSteps, roofline: Roofline, survival: Sequence[float]) -> Figures:
@@ -230,15 +230,15 @@ class PointSteps:
 
 
 class Memory:
-    def __init__(self, plan: LoadPlan, shape: PairShape) -> None:
-        self._page_size, self._num_drafts = plan.page_size, plan.num_speculative_tokens
-        on_gpu = plan.device.type == "cuda"
-        free = torch.cuda.mem_get_info(plan.device)[0] if on_gpu else free_ram_bytes()
-        left = int(free * MEMORY_SHARE) - shape.num_params() * plan.dtype.itemsize
+    def __init__(self, resolved: ResolvedConfig, shape: PairShape) -> None:
+        self._page_size, self._num_drafts = resolved.page_size, resolved.num_speculative_tokens
+        on_gpu = resolved.device.type == "cuda"
+        free = torch.cuda.mem_get_info(resolved.device)[0] if on_gpu else free_ram_bytes()
+        left = int(free * MEMORY_SHARE) - shape.num_params() * resolved.dtype.itemsize
         # The synthetic requests hold every page of every group, and all pools have the same number of pages.
-        pools = [group.pool for group in plan.pages.groups]
+        pools = [group.pool for group in resolved.pages.groups]
         self._max_groups = max(pools.count(pool) for pool in pools)
-        self._max_pages = left // sum(page_bytes(plan))
+        self._max_pages = left // sum(page_bytes(resolved))
 
     def pages_per_request(self, context: int) -> int:
         """Return the pages per group for the context, the last known token and its drafts."""
@@ -252,7 +252,7 @@ class Memory:
 
 
 def measure_points(
-    points: Sequence[StepPoint], plan: LoadPlan, memory: Memory, steps: int
+    points: Sequence[StepPoint], resolved: ResolvedConfig, memory: Memory, steps: int
 ) -> dict[StepPoint, PointSteps]:
     if not points:
         raise ConfigError(
@@ -261,18 +261,18 @@ def measure_points(
             param="model",
         )
     num_pages = max(memory.num_pages(point) for point in points)
-    plan = replace(plan, config=replace(plan.config, num_pages=num_pages))
-    say(f"making weights of {plan.config.model} on {plan.device.type}")
-    runner, _ = start_runner(plan, RandomModels())
+    resolved = replace(resolved, config=replace(resolved.config, num_pages=num_pages))
+    say(f"making weights of {resolved.config.model} on {resolved.device.type}")
+    runner, _ = start_runner(resolved, RandomModels())
     with torch.inference_mode():
         runner.cache.kv.normal_()
     found: dict[StepPoint, PointSteps] = {}
     for point in points:
         say(f"batch {point.batch}, context {point.context}")
-        admission = _admission(point, memory.pages_per_request(point.context), plan)
+        admission = _admission(point, memory.pages_per_request(point.context), resolved)
         watch = Watch()
         with watch.open():
-            drafting, plain = _alternate(runner, admission, plan.num_speculative_tokens, steps)
+            drafting, plain = _alternate(runner, admission, resolved.num_speculative_tokens, steps)
         found[point] = PointSteps(drafting, plain, watch.found)
     return found
 
@@ -316,7 +316,7 @@ class _Steps:
         return StepMedians(medians, statistics.median(gaps), statistics.median(self._walls))
 
 
-def _admission(point: StepPoint, pages_per_request: int, load: LoadPlan) -> SchedulerOutput:
+def _admission(point: StepPoint, pages_per_request: int, load: ResolvedConfig) -> SchedulerOutput:
     """Return requests with one token less than the context (the step adds it) and pages in random order."""
     random = np.random.default_rng(0)
     assert load.config.num_pages is not None, "pages were counted for the points"

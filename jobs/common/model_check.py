@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...actors.targets.loading.load_plan import LoadPlan, plan_load
 from ...actors.targets.loading.memory_budget import refuse_unaffordable
+from ...actors.targets.loading.resolved_config import ResolvedConfig, resolve_config
 from ...actors.tokenization.generation_config import GenerationDefaults
 from ...actors.tokenization.prompts import load_tokenizer
 from ...actors.tokenization.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ from ...cluster.config import EngineConfig
 class CheckedModel:
     """What was read. `tokenizer` is None with `skip_tokenizer_init`; `plan.config` names its devices."""
 
-    plan: LoadPlan
+    resolved: ResolvedConfig
     tokenizer: Tokenizer | None
     defaults: GenerationDefaults
 
@@ -36,7 +36,7 @@ def check_model(
     """
     if elsewhere and config.device != "cpu":
         config = replace(config, device="cpu", attention_backend="auto")
-    plan = plan_load(config)
+    plan = resolve_config(config)
     if not elsewhere and plan.device.type == "cpu":  # asking a GPU would initialize CUDA, before forks
         refuse_unaffordable(plan)
     defaults = GenerationDefaults.of_source(generation_config, config)

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...actors.targets.loading.load_plan import LoadPlan
 from ...actors.targets.loading.rank_loader import load_runner
+from ...actors.targets.loading.resolved_config import ResolvedConfig
 from ...actors.targets.runners.gpu_runner import GpuModelRunner
 from ...cluster.pages.kv_cache_groups import pages_for
 from ...cluster.step.dummy_steps import dummy_step
@@ -31,21 +31,21 @@ _STEPS = 2
 _BOUND = 100  # ulp of K and V in fp32: a padded batch may use other tiles
 
 
-def capture_checks(plan: LoadPlan) -> Iterator[Check]:
-    for drafts in sorted({0, plan.num_speculative_tokens}):
+def capture_checks(resolved: ResolvedConfig) -> Iterator[Check]:
+    for drafts in sorted({0, resolved.num_speculative_tokens}):
         for cut in (False, True) if drafts else (False,):
-            look = partial(_captured, plan, drafts, cut=cut)
+            look = partial(_captured, resolved, drafts, cut=cut)
             line = f"a captured step = a launched one, {drafts} drafts{', cut' if cut else ''}"
             yield Check("steps", line, look, REMEDY)
 
 
-def _captured(plan: LoadPlan, drafts: int, *, cut: bool) -> CheckOutcome:
+def _captured(resolved: ResolvedConfig, drafts: int, *, cut: bool) -> CheckOutcome:
     """Run a prefill and some decoding steps, replayed and launched, over the same pages, and compare."""
-    runner, info = load_runner(settings_of(plan, dtype="float32", attention_backend="triton"))
+    runner, info = load_runner(settings_of(resolved, dtype="float32", attention_backend="triton"))
     assert isinstance(runner, GpuModelRunner), "Triton's kernels step on the device"
-    launched = _without_graphs(runner, plan)
+    launched = _without_graphs(runner, resolved)
     random = np.random.default_rng(0)
-    prompts = [random.integers(0, plan.target.vocab_size, n, dtype=np.int32) for n in _PROMPTS]
+    prompts = [random.integers(0, resolved.target.vocab_size, n, dtype=np.int32) for n in _PROMPTS]
     admission = dummy_step(
         [0] * len(prompts),
         _PROMPTS,
@@ -71,9 +71,9 @@ def _trim_half(drafts: int) -> Trim:
     return Trim(even_K, even_K, 0 * ones_R, ones_R, np.empty(0, np.float32), num_rows)
 
 
-def _without_graphs(runner: GpuModelRunner, plan: LoadPlan) -> GpuModelRunner:
-    max_rows = plan.max_num_batched_tokens
-    num_drafts = plan.num_speculative_tokens
+def _without_graphs(runner: GpuModelRunner, resolved: ResolvedConfig) -> GpuModelRunner:
+    max_rows = resolved.max_num_batched_tokens
+    num_drafts = resolved.num_speculative_tokens
     return GpuModelRunner(runner.models, len(_PROMPTS), num_drafts, max_rows, captures=False)
 
 

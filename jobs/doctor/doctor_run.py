@@ -28,7 +28,7 @@ from ...actors.system.atomic_files import write_json
 from ...actors.system.host_resources import owned_cores
 from ...actors.system.wait_messages import Wait, counting, say
 from ...actors.targets.loading.backend_selection import why_not
-from ...actors.targets.loading.load_plan import LoadPlan, plan_load
+from ...actors.targets.loading.resolved_config import ResolvedConfig, resolve_config
 from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...drafter.compute.backend import DeviceCapabilities
 from ..bench.common.provenance import options_json, provenance
@@ -129,15 +129,15 @@ def _examine(check: Check, wait: Wait) -> Finding:
 def _checks(options: DoctorOptions) -> Iterator[Check]:
     """Yield the checks in the order of the table; a part that cannot list its checks is itself a failure."""
     place, quick = MachineKind.detect(), options.quick
-    found: list[LoadPlan] = []
+    found: list[ResolvedConfig] = []
     parts: list[tuple[str, Callable[[], Iterator[Check]]]] = [
         ("machine", machine_checks),
         ("pair", lambda: _plan_check(options, found)),
-        ("Manta uses", lambda: _of_plan(found, choice_checks)),
+        ("Manta uses", lambda: _of_settings(found, choice_checks)),
         ("backends", lambda: operator_checks(place, quick=quick)),
         ("kernels", lambda: kernel_checks(place, quick=quick)),
         ("captured steps", lambda: _captured_checks(found)),
-        ("pair", lambda: _of_plan(found, partial(pair_checks, quick=quick))),
+        ("pair", lambda: _of_settings(found, partial(pair_checks, quick=quick))),
         ("rates", lambda: rate_checks(place)),
     ]
     for name, checks in parts:
@@ -147,23 +147,25 @@ def _checks(options: DoctorOptions) -> Iterator[Check]:
             yield raising(name, "listing the checks", error)
 
 
-def _of_plan(found: list[LoadPlan], checks: Callable[[LoadPlan], Iterator[Check]]) -> Iterator[Check]:
-    for plan in found:
-        yield from checks(plan)
+def _of_settings(
+    found: list[ResolvedConfig], checks: Callable[[ResolvedConfig], Iterator[Check]]
+) -> Iterator[Check]:
+    for resolved in found:
+        yield from checks(resolved)
 
 
-def _plan_check(options: DoctorOptions, found: list[LoadPlan]) -> Iterator[Check]:
+def _plan_check(options: DoctorOptions, found: list[ResolvedConfig]) -> Iterator[Check]:
     look = partial(_plan, options, found)
     yield Check("pair", "checkpoints", look, "give --model and --spec-model that fit each other")
 
 
-def _plan(options: DoctorOptions, found: list[LoadPlan]) -> CheckOutcome:
+def _plan(options: DoctorOptions, found: list[ResolvedConfig]) -> CheckOutcome:
     pair = (options.model, options.spec_model)
     if pair == SHIPPED_PAIR and not any(all((at / name).is_dir() for name in pair) for at in (Path(), _ROOT)):
         raise NotHereError("the shipped pair is not here; give --model and --spec-model")
     spec = SpeculativeConfig(model=options.spec_model)
     config = EngineConfig(model=options.model, speculative_config=spec, skip_tokenizer_init=True)
-    found.append(plan_load(config))
+    found.append(resolve_config(config))
     return CheckOutcome(", ".join(pair))
 
 
@@ -190,7 +192,7 @@ def kernel_checks(machine: MachineKind, *, quick: bool) -> Iterator[Check]:
     yield from draft_checks(machine)
 
 
-def _captured_checks(found: list[LoadPlan]) -> Iterator[Check]:
+def _captured_checks(found: list[ResolvedConfig]) -> Iterator[Check]:
     if not torch.cuda.is_available():
         yield raising("steps", "captured = launched", NotHereError(NO_GPU))
     elif found and found[0].attention_backend == "triton":

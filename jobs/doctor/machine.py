@@ -26,7 +26,7 @@ from ...actors.targets.loading.backend_selection import (
     instructions_of_passes,
     why_not,
 )
-from ...actors.targets.loading.load_plan import LoadPlan
+from ...actors.targets.loading.resolved_config import ResolvedConfig
 from ..bench.common.provenance import cpu_model
 from .cases.checks import Check, CheckOutcome, NotHereError
 
@@ -58,22 +58,22 @@ def machine_checks() -> Iterator[Check]:
         yield Check(_MACHINE, name, look, remedy)
 
 
-def choice_checks(plan: LoadPlan) -> Iterator[Check]:
+def choice_checks(resolved: ResolvedConfig) -> Iterator[Check]:
     """Yield device, dtype and backend of a pair, and why each other backend is not chosen."""
     chosen = {
-        "device": str(plan.device),
-        "dtype": str(plan.dtype).removeprefix("torch."),
-        "attention backend": plan.attention_backend,
+        "device": str(resolved.device),
+        "dtype": str(resolved.dtype).removeprefix("torch."),
+        "attention backend": resolved.attention_backend,
     }
     for name, value in chosen.items():
         yield Check(_USED, name, partial(CheckOutcome, value), "")
     for backend in get_args(BackendName):
-        if backend != plan.attention_backend:
-            yield Check(_USED, f"not {backend}", partial(_refusal, plan, backend), "")
+        if backend != resolved.attention_backend:
+            yield Check(_USED, f"not {backend}", partial(_refusal, resolved, backend), "")
 
 
-def _refusal(plan: LoadPlan, backend: str) -> CheckOutcome:
-    reason = why_not(backend, plan.models, plan.machine)
+def _refusal(resolved: ResolvedConfig, backend: str) -> CheckOutcome:
+    reason = why_not(backend, resolved.models, resolved.machine)
     return CheckOutcome(reason or f"runs here; --attention-backend {backend} selects it")
 
 

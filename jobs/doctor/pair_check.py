@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ...actors.engine.uniproc_executor import InProcessExecutor
-from ...actors.targets.loading.load_plan import LoadPlan
 from ...actors.targets.loading.rank_loader import load_runner
+from ...actors.targets.loading.resolved_config import ResolvedConfig
 from ...actors.targets.runners.cpu_runner import CpuModelRunner
 from ...cluster.config import EngineConfig
 from ...cluster.engine.engine_core import EngineCore
@@ -63,48 +63,48 @@ class _Workload:
         return cls(prompts, params)
 
 
-def settings_of(plan: LoadPlan, **changes: object) -> EngineConfig:
-    num_pages = _SEQUENCES * pages_for(MAX_LENGTH, plan.page_size) * len(plan.pages.groups)
-    spec = plan.config.speculative_config
+def settings_of(resolved: ResolvedConfig, **changes: object) -> EngineConfig:
+    num_pages = _SEQUENCES * pages_for(MAX_LENGTH, resolved.page_size) * len(resolved.pages.groups)
+    spec = resolved.config.speculative_config
     small = replace(
-        plan.config,
+        resolved.config,
         speculative_config=None if spec is None else replace(spec, adaptive=False),
         max_num_seqs=_SEQUENCES,
-        max_model_len=min(MAX_LENGTH, plan.max_model_len),
+        max_model_len=min(MAX_LENGTH, resolved.max_model_len),
         num_pages=num_pages,
         num_threads=1,  # PyTorch's threads wait for each other if another process uses a core
     )
     return replace(small, **changes)  # type: ignore[arg-type]
 
 
-def pair_checks(plan: LoadPlan, *, quick: bool) -> Iterator[Check]:
-    on_gpu = plan.device.type == "cuda"
+def pair_checks(resolved: ResolvedConfig, *, quick: bool) -> Iterator[Check]:
+    on_gpu = resolved.device.type == "cuda"
     count, max_tokens = (4, 24) if quick or not on_gpu else (24, 100)
-    for dtype in sorted({"float32", str(plan.dtype).removeprefix("torch.")}, reverse=True):
-        look = partial(_speculation, plan, dtype, count, max_tokens)
+    for dtype in sorted({"float32", str(resolved.dtype).removeprefix("torch.")}, reverse=True):
+        look = partial(_speculation, resolved, dtype, count, max_tokens)
         yield Check("pair", f"speculation on = off, {dtype}", look, REMEDY)
-    yield Check("pair", "triton = torch, float32", partial(_backends, plan, count, max_tokens), REMEDY)
+    yield Check("pair", "triton = torch, float32", partial(_backends, resolved, count, max_tokens), REMEDY)
 
 
-def _speculation(plan: LoadPlan, dtype: str, count: int, max_tokens: int) -> CheckOutcome:
-    nearly = plan.device.type == "cuda" and dtype != "float32"
-    workload = _Workload.of(plan.target.vocab_size, count, max_tokens, greedy=nearly)
-    config = settings_of(plan, dtype=dtype, batch_invariant=plan.device.type == "cuda" and not nearly)
+def _speculation(resolved: ResolvedConfig, dtype: str, count: int, max_tokens: int) -> CheckOutcome:
+    nearly = resolved.device.type == "cuda" and dtype != "float32"
+    workload = _Workload.of(resolved.target.vocab_size, count, max_tokens, greedy=nearly)
+    config = settings_of(resolved, dtype=dtype, batch_invariant=resolved.device.type == "cuda" and not nearly)
     drafted, num_drafted = _answers(config, workload)
     plain, _ = _answers(replace(config, speculative_config=None), workload)
     if not num_drafted:
         return CheckOutcome("nothing was drafted", "drafts", passed=False)
     if nearly:
-        return _near_ties(plan, workload, drafted, plain)
+        return _near_ties(resolved, workload, drafted, plain)
     return _equal(drafted, plain)
 
 
-def _backends(plan: LoadPlan, count: int, max_tokens: int) -> CheckOutcome:
+def _backends(resolved: ResolvedConfig, count: int, max_tokens: int) -> CheckOutcome:
     """Compare backends by plain decoding, since speculation would hide differences in the drafter."""
-    if plan.device.type != "cuda":
+    if resolved.device.type != "cuda":
         raise NotHereError(NO_GPU)
-    workload = _Workload.of(plan.target.vocab_size, count, max_tokens)
-    config = settings_of(plan, dtype="float32", speculative_config=None)
+    workload = _Workload.of(resolved.target.vocab_size, count, max_tokens)
+    config = settings_of(resolved, dtype="float32", speculative_config=None)
     answers = [_answers(replace(config, attention_backend=name), workload)[0] for name in ("triton", "torch")]
     return _equal(*answers)
 
@@ -132,9 +132,9 @@ def _equal(mine: Answers, theirs: Answers) -> CheckOutcome:
     return none_differ(differing, len(mine), "answers")
 
 
-def _near_ties(plan: LoadPlan, workload: _Workload, mine: Answers, theirs: Answers) -> CheckOutcome:
+def _near_ties(resolved: ResolvedConfig, workload: _Workload, mine: Answers, theirs: Answers) -> CheckOutcome:
     """Check the first difference of each greedy answer: the fp32 logits of both tokens must be close."""
-    logits = _ExactLogits(plan)
+    logits = _ExactLogits(resolved)
     gaps: list[float] = []
     for prompt, a, b in zip(workload.prompts, mine, theirs, strict=True):
         if a != b:
@@ -149,8 +149,8 @@ def _near_ties(plan: LoadPlan, workload: _Workload, mine: Answers, theirs: Answe
 class _ExactLogits:
     """Computes the target's logits with PyTorch's operators in fp32."""
 
-    def __init__(self, plan: LoadPlan) -> None:
-        exact = settings_of(plan, dtype="float32", attention_backend="torch", speculative_config=None)
+    def __init__(self, resolved: ResolvedConfig) -> None:
+        exact = settings_of(resolved, dtype="float32", attention_backend="torch", speculative_config=None)
         runner, self._info = load_runner(exact)
         assert isinstance(runner, CpuModelRunner), "the torch backend uses the host runner"
         self._runner = runner

@@ -18,7 +18,7 @@ from ...actors.checkpoints.checkpoint_paths import absolute_path
 from ...actors.http.config.settings_mapping import split_settings
 from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...cluster.hardware.gpu_specs import GIB, Gpu, find_gpu
-from ...cluster.hardware.memory_plan import GPU_MEMORY_UTILIZATION, MAX_ROWS
+from ...cluster.hardware.memory_estimate import GPU_MEMORY_UTILIZATION, MAX_ROWS
 from ...cluster.hardware.model_pair import LayoutDemand
 from ...cluster.hardware.model_shape import ModelShape
 from ...cluster.hardware.parallel_layouts import ParallelLayout, layouts

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ...actors.checkpoints.checkpoint_paths import SHAPE_FILES, drafter_folder, target_folder
 from ...actors.checkpoints.gguf_files import weight_files
 from ...actors.targets.families import read_assistant, read_model
-from ...actors.targets.loading.load_plan import read_mtp, refuse_quantizing_twice
 from ...actors.targets.loading.model_limits import find_max_model_len
+from ...actors.targets.loading.resolved_config import read_mtp, refuse_quantizing_twice
 from ...actors.targets.model.assistant import AssistantConfig
 from ...actors.targets.model.attention import TargetAttention
 from ...actors.targets.model.mlp_spec import EXPERT_FORMS, PACKED_EXPERTS

@@ -126,7 +126,7 @@ def describe_models(config: EngineConfig, settings: ServerSettings) -> Iterator[
     from ..common.model_check import check_model
 
     model = check_model(config, generation_config=settings.generation_config)
-    plan = model.plan
+    plan = model.resolved
     ChatModel.of(
         model.tokenizer,
         tool_call_parser=settings.tool_call_parser,

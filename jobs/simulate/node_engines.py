@@ -10,7 +10,7 @@ import numpy as np
 from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...cluster.errors import ConfigError, PlacementError
 from ...cluster.hardware.gpu_specs import Gpu
-from ...cluster.hardware.memory_plan import MemoryPlan, plan_memory
+from ...cluster.hardware.memory_estimate import MemoryEstimate, estimate_memory
 from ...cluster.hardware.model_pair import LayoutDemand, ModelPair
 from ...cluster.hardware.parallel_layouts import ParallelLayout
 from ...cluster.hardware.step_time import StepTimes
@@ -51,7 +51,7 @@ class NodeEngine:
     texts: AcceptanceMix
     pair: ModelPair
     layout: ParallelLayout
-    memory: MemoryPlan
+    memory: MemoryEstimate
     demand: LayoutDemand
     times: StepTimes
 
@@ -91,7 +91,7 @@ def node_engines(
         for tp in [tp for tp in tp_sizes or pair.tp_sizes if tp + extra <= num_gpus]:
             layout = ParallelLayout(tp, method.placement, num_gpus // (tp + extra))
             try:
-                memory = plan_memory(mine, gpu, layout, demand)
+                memory = estimate_memory(mine, gpu, layout, demand)
             except PlacementError as error:
                 lacking.append(error)
                 continue

@@ -20,7 +20,7 @@ from ...actors.system.atomic_files import write_json
 from ...cluster.errors import ConfigError
 from ...cluster.hardware.gpu_specs import Gpu, find_gpu
 from ...cluster.hardware.kernel_loops import ISSUE_SHARE
-from ...cluster.hardware.memory_plan import GPU_MEMORY_UTILIZATION, MAX_ROWS
+from ...cluster.hardware.memory_estimate import GPU_MEMORY_UTILIZATION, MAX_ROWS
 from ...cluster.hardware.model_pair import ModelPair
 from ...cluster.hardware.step_time import (
     FUSED_SUM_BYTES,

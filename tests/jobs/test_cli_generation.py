@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from manta import LLM, SamplingParams
-from manta.actors.targets.loading.load_plan import plan_load
+from manta.actors.targets.loading.resolved_config import resolve_config
 from manta.cluster.config import EngineConfig
 from manta.jobs.cli import main
 from manta.jobs.common import generate as chat
@@ -71,7 +71,7 @@ def test_chat_reports_max_tokens_beyond_the_context(
 def test_float16_on_a_cpu_causes_a_warning(pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
     for dtype, warned in (("float16", True), ("float32", False), ("auto", False)):
         caplog.clear()
-        plan_load(EngineConfig.from_dict({"model": str(pair[0]), "dtype": dtype, "device": "cpu"}))
+        resolve_config(EngineConfig.from_dict({"model": str(pair[0]), "dtype": dtype, "device": "cpu"}))
         assert ("float16" in caplog.text) is warned, dtype
 
 

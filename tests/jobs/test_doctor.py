@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from manta.actors.targets.loading.load_plan import LoadPlan, plan_load
+from manta.actors.targets.loading.resolved_config import ResolvedConfig, resolve_config
 from manta.cluster.config import EngineConfig
 from manta.cluster.step.scheduler_output import StepResult
 from manta.drafter.compute.blocks import convolve
@@ -248,14 +248,14 @@ def test_rates_of_experts_count_the_chosen_weights(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def plan(tiny_qwen3: Path, tiny_drafter: Path) -> LoadPlan:
+def plan(tiny_qwen3: Path, tiny_drafter: Path) -> ResolvedConfig:
     spec = {"model": str(tiny_drafter)}
     settings = {"model": str(tiny_qwen3), "speculative_config": spec, "skip_tokenizer_init": True}
-    return plan_load(EngineConfig.from_dict({**settings, "dtype": "float32"}))
+    return resolve_config(EngineConfig.from_dict({**settings, "dtype": "float32"}))
 
 
-def test_an_answer_changed_by_speculation_is_found(plan: LoadPlan, monkeypatch: pytest.MonkeyPatch):
-    (line,) = (one for one in pair.pair_checks(plan, quick=True) if one.name.startswith("speculation"))
+def test_an_answer_changed_by_speculation_is_found(resolved: ResolvedConfig, monkeypatch: pytest.MonkeyPatch):
+    (line,) = (one for one in pair.pair_checks(resolved, quick=True) if one.name.startswith("speculation"))
     answers, heard = pair._answers, []
     monkeypatch.setattr(pair, "_answers", lambda *asked: heard.append(answers(*asked)) or heard[-1])
     assert examine(line).status == "ok" and len(heard) == 2
@@ -273,7 +273,7 @@ def test_an_answer_changed_by_speculation_is_found(plan: LoadPlan, monkeypatch: 
 
 
 def test_a_gpus_rows_are_batch_invariant_where_all_tokens_must_be_equal(
-    plan: LoadPlan, monkeypatch: pytest.MonkeyPatch
+    resolved: ResolvedConfig, monkeypatch: pytest.MonkeyPatch
 ):
     """Else products for few rows and for many would add up in other orders: a false alarm."""
     asked: list[tuple[str, bool]] = []
@@ -284,21 +284,21 @@ def test_a_gpus_rows_are_batch_invariant_where_all_tokens_must_be_equal(
 
     monkeypatch.setattr(pair, "_answers", answers)
     monkeypatch.setattr(pair, "_near_ties", lambda *_: CheckOutcome("none", passed=True))
-    on_gpu = replace(plan, device=torch.device("cuda"), dtype=torch.bfloat16)
+    on_gpu = replace(resolved, device=torch.device("cuda"), dtype=torch.bfloat16)
     for line in pair.pair_checks(on_gpu, quick=True):
         if line.name.startswith("speculation"):
             examine(line)
     assert sorted(asked) == [("bfloat16", False)] * 2 + [("float32", True)] * 2
 
 
-def test_tokens_may_differ_in_16_bits_at_near_ties(plan: LoadPlan):
-    requested = pair._Workload.of(plan.target.vocab_size, 2, 3, greedy=True)
+def test_tokens_may_differ_in_16_bits_at_near_ties(resolved: ResolvedConfig):
+    requested = pair._Workload.of(resolved.target.vocab_size, 2, 3, greedy=True)
     prompt = requested.prompts[1]
-    logits = pair._ExactLogits(plan)._logits_after(torch.tensor(prompt).numpy())
+    logits = pair._ExactLogits(resolved)._logits_after(torch.tensor(prompt).numpy())
     best, *_, worst = logits.sort(descending=True).indices.tolist()
     near = int((logits - logits[best]).abs().masked_fill(torch.arange(len(logits)) == best, 9).argmin())
     for other, passed in ((near, bool(logits[best] - logits[near] <= 0.25)), (worst, False), (best, True)):
-        found = pair._near_ties(plan, requested, [(1, 2), (best, 5)], [(1, 2), (other, 5)])
+        found = pair._near_ties(resolved, requested, [(1, 2), (best, 5)], [(1, 2), (other, 5)])
         assert found.passed == passed, found
 
 

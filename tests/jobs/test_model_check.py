@@ -103,4 +103,4 @@ def test_memory_is_not_checked_where_engines_run_on_other_nodes(tmp_path: Path) 
     ((engine, _),) = split_models(settings_of(memory, tmp_path))
     with pytest.raises(ConfigError, match=memory.words):
         check_model(engine)
-    assert check_model(engine, elsewhere=True).plan.max_model_len == 1024
+    assert check_model(engine, elsewhere=True).resolved.max_model_len == 1024

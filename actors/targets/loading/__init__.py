@@ -1,1 +1,1 @@
-"""Loading of a rank: plan, memory, models and warm-up."""
+"""Loading of a rank: settings, memory, models and warm-up."""

@@ -3,7 +3,7 @@
 A drafter reads its K/V in all layers. Next to a target that reads few weights for a row (experts), or little
 K/V (windows, latents, states), that becomes a large part of a step at long contexts. Shorter contexts are
 read in full, so the window is the context from which on a drafter's K/V are more than a share of what the
-target reads for a row. Called by `load_plan.py`. Counts values, which have the same size in all models.
+target reads for a row. Called by `resolved_config.py`. Counts values, which have the same size in all models.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from ..runners.drafts.draft_source import Drafter
 from ..runners.runner_interface import Runner
 from .checkpoint_models import Checkpoints
 from .draft_window import DraftConfig, with_window
-from .load_plan import LoadPlan, read_drafter
 from .operator_factory import make_drafter_backend
+from .resolved_config import ResolvedConfig, read_drafter
 
 FIELD = "speculative_config.model"
 
@@ -30,7 +30,7 @@ FIELD = "speculative_config.model"
 class RemoteSide(Protocol):
     """A rank's connection to a drafter in another process."""
 
-    def load(self, plan: LoadPlan) -> None: ...
+    def load(self, resolved: ResolvedConfig) -> None: ...
 
     def use(self) -> None: ...
 
@@ -45,54 +45,54 @@ class DrafterSwap:
 
     def __init__(
         self,
-        plan: LoadPlan,
+        resolved: ResolvedConfig,
         runner: Runner,
         remote: RemoteSide | None = None,
         ranks: Communicator | None = None,
     ) -> None:
-        self._plan, self._runner, self._remote, self._ranks = plan, runner, remote, ranks
-        self._next_plan: LoadPlan | None = None
+        self._resolved, self._runner, self._remote, self._ranks = resolved, runner, remote, ranks
+        self._next_resolved: ResolvedConfig | None = None
         self._next_drafter: Drafter | None = None
 
     @torch.inference_mode()
     def load(self, model: str) -> None:
         """Load a drafter next to the current one, which stays if CheckpointError or ConfigError is raised."""
-        plan = _plan_with_drafter(self._plan, model)
+        resolved = _with_drafter(self._resolved, model)
         if self._remote is not None:
-            self._remote.load(plan)
+            self._remote.load(resolved)
         else:
             target = self._runner.model
-            backend = make_drafter_backend(plan, target.backend, self._ranks)
-            self._next_drafter = Checkpoints().drafter(plan, target.shared_embeddings, backend)
-        self._next_plan = plan
+            backend = make_drafter_backend(resolved, target.backend, self._ranks)
+            self._next_drafter = Checkpoints().drafter(resolved, target.shared_embeddings, backend)
+        self._next_resolved = resolved
 
     @torch.inference_mode()
     def use(self) -> None:
-        assert self._next_plan is not None, "call load() first"
+        assert self._next_resolved is not None, "call load() first"
         if self._remote is not None:
             self._remote.use()
             self._runner.prepare()  # graphs hold the old drafter's part of the target's process
         elif self._next_drafter is not None:
             self._runner.swap_drafter(self._next_drafter)
-        self._plan = self._next_plan
+        self._resolved = self._next_resolved
         self.forget()
 
     def forget(self) -> None:
-        self._next_plan = self._next_drafter = None
+        self._next_resolved = self._next_drafter = None
 
 
-def _plan_with_drafter(plan: LoadPlan, model: str) -> LoadPlan:
-    """Return the plan with another drafter. Raises CheckpointError or ConfigError if it does not fit."""
-    config = with_drafter(plan.config, model)
-    assert plan.drafter is not None, "a swap needs a drafter"
+def _with_drafter(resolved: ResolvedConfig, model: str) -> ResolvedConfig:
+    """Return the settings with another drafter. Raises CheckpointError or ConfigError if it does not fit."""
+    config = with_drafter(resolved.config, model)
+    assert resolved.drafter is not None, "a swap needs a drafter"
     folder = drafter_folder(config, model)
-    new = with_window(read_drafter(config, folder, plan.facts), plan.draft_window)
+    new = with_window(read_drafter(config, folder, resolved.facts), resolved.draft_window)
     assert isinstance(new, DrafterConfig | Eagle3Config), "as it was read"
-    _check_same_shape(plan.drafter, new, plan)
-    return replace(plan, config=config, drafter_folder=folder, drafter=new)
+    _check_same_shape(resolved.drafter, new, resolved)
+    return replace(resolved, config=config, drafter_folder=folder, drafter=new)
 
 
-def _check_same_shape(old: DraftConfig, new: DrafterConfig | Eagle3Config, plan: LoadPlan) -> None:
+def _check_same_shape(old: DraftConfig, new: DrafterConfig | Eagle3Config, resolved: ResolvedConfig) -> None:
     for name in ("target_layer_ids", "hidden_size", "layers", "num_kv_heads", "head_dim", "rms_norm_eps"):
         old_value, new_value = getattr(old, name), getattr(new, name)
         if old_value != new_value:
@@ -101,9 +101,9 @@ def _check_same_shape(old: DraftConfig, new: DrafterConfig | Eagle3Config, plan:
                 "drafter of the same shape, or restart the engine.",
                 param=FIELD,
             )
-    if isinstance(new, DrafterConfig) and new.max_drafts < plan.num_speculative_tokens:
+    if isinstance(new, DrafterConfig) and new.max_drafts < resolved.num_speculative_tokens:
         raise ConfigError(
             f"{FIELD}: {new.file} proposes at most {new.max_drafts} tokens, and the engine was started with "
-            f"num_speculative_tokens={plan.num_speculative_tokens}. Restart it with fewer.",
+            f"num_speculative_tokens={resolved.num_speculative_tokens}. Restart it with fewer.",
             param=FIELD,
         )

@@ -18,7 +18,7 @@ from ...system.host_resources import free_ram_bytes, ram_limit, resident_bytes
 from ..model.assistant import AssistantConfig
 from ..model.tensor_parallel import Sharding
 from .draft_window import ChainConfig
-from .load_plan import LoadPlan
+from .resolved_config import ResolvedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -28,48 +28,50 @@ _STATES_PER_REQUEST = 2  # the one being computed, and a saved one
 _STATES_SHARE = 0.5  # of the memory for pages and states
 
 
-def page_bytes(plan: LoadPlan, *, target: bool = True, drafter: bool = True) -> tuple[int, ...]:
+def page_bytes(resolved: ResolvedConfig, *, target: bool = True, drafter: bool = True) -> tuple[int, ...]:
     """Return the bytes of a page in each pool, on a rank that holds these models."""
-    pages, sizes = plan.pages, [0] * plan.pages.num_pools
+    pages, sizes = resolved.pages, [0] * resolved.pages.num_pools
     models: list[tuple[Sequence[LayerPlace], Sequence[KVCacheSpec]]] = []
     if target:
-        sharding = Sharding(plan.target, 0, plan.config.tensor_parallel_size)
+        sharding = Sharding(resolved.target, 0, resolved.config.tensor_parallel_size)
         models.append((pages.target, sharding.kv_geometries()))
-    if drafter and plan.drafter is not None and not isinstance(plan.drafter, AssistantConfig):
-        models.append((pages.drafter, [plan.drafter.kv_geometry] * plan.drafter.num_layers))
+    if drafter and resolved.drafter is not None and not isinstance(resolved.drafter, AssistantConfig):
+        models.append((pages.drafter, [resolved.drafter.kv_geometry] * resolved.drafter.num_layers))
     for places, geometries in models:
         width = plane_width(places, geometries)
         for pool in range(pages.num_pools):
             planes = pages.num_planes(places, pool)
-            sizes[pool] += PagedKVCache.bytes_per_page(planes, plan.page_size, width, plan.kv_dtype)
-    if drafter and isinstance(plan.drafter, ChainConfig):  # it keeps a feature per page
+            sizes[pool] += PagedKVCache.bytes_per_page(planes, resolved.page_size, width, resolved.kv_dtype)
+    if drafter and isinstance(resolved.drafter, ChainConfig):  # it keeps a feature per page
         pool = pages.groups[pages.drafter[0].group].pool
-        sizes[pool] += plan.drafter.hidden_size * plan.dtype.itemsize
+        sizes[pool] += resolved.drafter.hidden_size * resolved.dtype.itemsize
     return tuple(sizes)
 
 
-def state_bytes(plan: LoadPlan) -> int:
+def state_bytes(resolved: ResolvedConfig) -> int:
     """Return the bytes of a state over all recurrent layers of a rank, with the records of its drafts."""
-    if plan.target.states is None:
+    if resolved.target.states is None:
         return 0
-    count, geometry = plan.target.states
-    geometry_of_rank = geometry.rank(plan.config.tensor_parallel_size)
-    return StateMemory.bytes_per_slot(count, geometry_of_rank, plan.num_speculative_tokens, plan.dtype)
-
-
-def make_state_memory(plan: LoadPlan, num_states: int | None) -> StateMemory | None:
-    if plan.target.states is None or num_states is None:
-        return None
-    count, geometry = plan.target.states
-    geometry_of_rank = geometry.rank(plan.config.tensor_parallel_size)
-    return StateMemory(
-        count, geometry_of_rank, num_states, plan.num_speculative_tokens, plan.dtype, plan.device
+    count, geometry = resolved.target.states
+    geometry_of_rank = geometry.rank(resolved.config.tensor_parallel_size)
+    return StateMemory.bytes_per_slot(
+        count, geometry_of_rank, resolved.num_speculative_tokens, resolved.dtype
     )
 
 
-def affordable_states(plan: LoadPlan, budget_bytes: int | None) -> int | None:
+def make_state_memory(resolved: ResolvedConfig, num_states: int | None) -> StateMemory | None:
+    if resolved.target.states is None or num_states is None:
+        return None
+    count, geometry = resolved.target.states
+    geometry_of_rank = geometry.rank(resolved.config.tensor_parallel_size)
+    return StateMemory(
+        count, geometry_of_rank, num_states, resolved.num_speculative_tokens, resolved.dtype, resolved.device
+    )
+
+
+def affordable_states(resolved: ResolvedConfig, budget_bytes: int | None) -> int | None:
     """Return the number of states of a rank within `budget_bytes`; None without recurrent layers."""
-    config, size = plan.config, state_bytes(plan)
+    config, size = resolved.config, state_bytes(resolved)
     if not size or config.num_states is not None:
         return config.num_states if size else None
     if config.kv_cache_memory_bytes is not None:
@@ -81,20 +83,20 @@ def affordable_states(plan: LoadPlan, budget_bytes: int | None) -> int | None:
 
 
 def affordable_pages(
-    plan: LoadPlan, sizes: tuple[int, ...], budget_bytes: int | None, taken_bytes: int = 0
+    resolved: ResolvedConfig, sizes: tuple[int, ...], budget_bytes: int | None, taken_bytes: int = 0
 ) -> tuple[int, ...]:
     """Return the number of pages in each of a rank's pools. Raises ConfigError if no whole sequence fits.
 
     `sizes`: `page_bytes` of the rank's models. `budget_bytes`: measured free memory, of which recurrent
     states take `taken_bytes`; None where only settings and RAM decide (CPU).
     """
-    config, pages, max_model_len = plan.config, plan.pages, plan.max_model_len
+    config, pages, max_model_len = resolved.config, resolved.pages, resolved.max_model_len
     if config.num_pages is not None:
         return (config.num_pages,) * pages.num_pools
-    rows = plan.max_num_batched_tokens
+    rows = resolved.max_num_batched_tokens
 
     def bytes_of(num_tokens: int) -> int:
-        pages_held = pages.pages_per_sequence(num_tokens, plan.page_size, rows)
+        pages_held = pages.pages_per_sequence(num_tokens, resolved.page_size, rows)
         return sum(count * size for count, size in zip(pages_held, sizes, strict=True))
 
     needed = bytes_of(max_model_len)
@@ -113,30 +115,30 @@ def affordable_pages(
             "raise kv_cache_memory_bytes (or, on a GPU, gpu_memory_utilization).",
             param="max_model_len",
         )
-    shape = (plan.page_size, rows, config.max_num_seqs, max_model_len)
+    shape = (resolved.page_size, rows, config.max_num_seqs, max_model_len)
     return share_pages(pages, *shape, sizes, budget_bytes)
 
 
-def refuse_unaffordable(plan: LoadPlan) -> None:
+def refuse_unaffordable(resolved: ResolvedConfig) -> None:
     """Raise ConfigError if one sequence of the longest context exceeds free memory.
 
     Called before weights and tables of positions are made, which a wrong length would let fill the memory.
     """
-    is_gpu = plan.device.type == "cuda"
+    is_gpu = resolved.device.type == "cuda"
     if not is_gpu:
-        _warn_of_weights(plan)
+        _warn_of_weights(resolved)
     affordable_pages(
-        plan,
-        page_bytes(plan, drafter=not plan.split),
-        torch.cuda.mem_get_info(plan.device)[0] if is_gpu else None,
+        resolved,
+        page_bytes(resolved, drafter=not resolved.split),
+        torch.cuda.mem_get_info(resolved.device)[0] if is_gpu else None,
     )
 
 
-def _warn_of_weights(plan: LoadPlan) -> None:
+def _warn_of_weights(resolved: ResolvedConfig) -> None:
     """Warn if the target's weights exceed free memory as they are stored."""
-    if plan.config.quantization is not None or not plan.target_folder.is_dir():
+    if resolved.config.quantization is not None or not resolved.target_folder.is_dir():
         return  # they may become smaller, or are random ones for a config
-    size, free = sum(file.stat().st_size for file in weight_files(plan.target_folder)), free_ram_bytes()
+    size, free = sum(file.stat().st_size for file in weight_files(resolved.target_folder)), free_ram_bytes()
     if size > free:
         logger.warning(
             "memory: the target's weights are %s and %s are free. Give more memory, or a smaller checkpoint "

@@ -1,6 +1,6 @@
 """Limits that a target and its drafter set to contexts and drafts, compared with the settings.
 
-Called by `load_plan.py`, and by `manta plan`.
+Called by `resolved_config.py`, and by `manta plan`.
 """
 
 from __future__ import annotations

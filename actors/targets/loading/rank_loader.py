@@ -1,6 +1,6 @@
 """Loads a target rank that can run steps.
 
-EngineConfig ─▶ LoadPlan: all checked, nothing loaded ─▶ weights, drafter ─▶ pages that fit in memory
+EngineConfig ─▶ ResolvedConfig: all checked, nothing loaded ─▶ weights, drafter ─▶ pages that fit in memory
              ─▶ warm-up ─▶ Runner, ExecutorInfo
 """
 
@@ -49,7 +49,6 @@ from ..runners.drafts.draft_source import (
 from ..runners.runner_interface import Runner
 from .checkpoint_models import Checkpoints, ModelSource
 from .executor_info import device_limits, executor_info
-from .load_plan import LoadPlan, plan_load, why_no_trees
 from .memory_budget import (
     affordable_pages,
     affordable_states,
@@ -67,16 +66,17 @@ from .operator_factory import (
     make_grammars,
     make_step_operators,
 )
+from .resolved_config import ResolvedConfig, resolve_config, why_no_trees
 from .warmup import check_invariance, measure_step_bytes, warm_up
 from .weight_report import WeightCounts, describe_weights
 
 __all__ = [
     "Checkpoints",
-    "LoadPlan",
     "ModelSource",
+    "ResolvedConfig",
     "copy_embeddings",
     "load_runner",
-    "plan_load",
+    "resolve_config",
     "start_runner",
 ]
 
@@ -90,7 +90,7 @@ class RemoteSource(DraftSource, RemoteDrafter, Protocol):
 
 
 # Creates a rank's source of drafts where the drafter runs in a process of its own.
-RemoteDrafts = Callable[[LoadPlan, Backend], RemoteSource]
+RemoteDrafts = Callable[[ResolvedConfig, Backend], RemoteSource]
 
 
 @torch.inference_mode()
@@ -105,68 +105,68 @@ def load_runner(
     Uses CUDA's current device and the process's number of threads. Raises CheckpointError or ConfigError
     before weights are read, except for a lack of memory, and scales that are no finite numbers.
     """
-    return start_runner(plan_load(config), Checkpoints(), communicator, remote_drafts=remote_drafts)
+    return start_runner(resolve_config(config), Checkpoints(), communicator, remote_drafts=remote_drafts)
 
 
 @torch.inference_mode()
 def start_runner(
-    plan: LoadPlan,
+    resolved: ResolvedConfig,
     models: ModelSource,
     communicator: Communicator | None = None,
     *,
     remote_drafts: RemoteDrafts | None = None,
 ) -> tuple[Runner, ExecutorInfo]:
-    """Load one rank by a plan, as `load_runner` does; `models` provides the weights."""
-    assert plan.split == (remote_drafts is not None), "remote_drafts is given exactly for split drafters"
-    with count_compilations(plan) as compiled:
-        rank = _Rank(plan, models, communicator or SingleRank(), remote_drafts)
-        check_invariance(plan, rank.backend)
+    """Load one rank by resolved settings, as `load_runner` does; `models` provides the weights."""
+    assert resolved.split == (remote_drafts is not None), "remote_drafts is given exactly for split drafters"
+    with count_compilations(resolved) as compiled:
+        rank = _Rank(resolved, models, communicator or SingleRank(), remote_drafts)
+        check_invariance(resolved, rank.backend)
         num_pages, num_states = rank.affordable_cache()
         runner = rank.runner(num_pages, num_states)
-        warm_up(runner, plan, num_pages)
+        warm_up(runner, resolved, num_pages)
         runner.prepare()
     if compiled:
         logger.info("%s", compiled)
-    info = executor_info(plan, num_pages, num_states, has_grammars=rank.grammars is not None)
-    cache_bytes = sum(count * size for count, size in zip(num_pages, page_bytes(plan), strict=True))
-    logger.info("%s", _describe(info, plan, cache_bytes))
-    if plan.device.type != "cuda":
-        log_ram(cache_bytes + (num_states or 0) * state_bytes(plan))
-    for doubt in plan.doubts:
+    info = executor_info(resolved, num_pages, num_states, has_grammars=rank.grammars is not None)
+    cache_bytes = sum(count * size for count, size in zip(num_pages, page_bytes(resolved), strict=True))
+    logger.info("%s", _describe(info, resolved, cache_bytes))
+    if resolved.device.type != "cuda":
+        log_ram(cache_bytes + (num_states or 0) * state_bytes(resolved))
+    for doubt in resolved.doubts:
         logger.warning("%s", doubt)
-    spec = plan.config.speculative_config
-    if spec is not None and spec.tree_width > 1 and plan.tree is None:
-        reason = why_no_trees(plan)
+    spec = resolved.config.speculative_config
+    if spec is not None and spec.tree_width > 1 and resolved.tree is None:
+        reason = why_no_trees(resolved)
         logger.warning("tree_width=%d has no effect, drafts form chains: %s", spec.tree_width, reason)
-    for sentence in describe_weights(plan, rank.weight_counts):
+    for sentence in describe_weights(resolved, rank.weight_counts):
         logger.info("%s", sentence)
-    if plan.config.quantization is not None:
+    if resolved.config.quantization is not None:
         logger.warning(
             "The target is quantized (%s): outputs differ from those of the unquantized model.",
-            plan.config.quantization,
+            resolved.config.quantization,
         )
     return runner, info
 
 
-def _describe(info: ExecutorInfo, plan: LoadPlan, cache_bytes: int) -> str:
+def _describe(info: ExecutorInfo, resolved: ResolvedConfig, cache_bytes: int) -> str:
     pages = " + ".join(f"{count:,}" for count in info.num_pages)
     drafts = (
         f"up to {info.num_speculative_tokens} drafts a step" if info.num_speculative_tokens else "no drafts"
     )
-    stored = "" if plan.kv_dtype is plan.dtype else " in e4m3"
+    stored = "" if resolved.kv_dtype is resolved.dtype else " in e4m3"
     return (
-        f"loaded on {info.device} in {info.dtype} ({plan.attention_backend} kernels): sequences of up to "
+        f"loaded on {info.device} in {info.dtype} ({resolved.attention_backend} kernels): sequences of up to "
         f"{info.max_model_len:,} tokens, {pages} K/V pages of {info.page_size} tokens{stored} "
         f"({cache_bytes / 2**20:,.1f} MiB), {drafts}"
     )
 
 
-def copy_embeddings(plan: LoadPlan, backend: Backend) -> EmbeddingCopies:
+def copy_embeddings(resolved: ResolvedConfig, backend: Backend) -> EmbeddingCopies:
     """Return the target's whole embedding and head, for a drafter in another process."""
-    unsharded = Sharding(plan.target, 0, 1)
-    weights = Checkpoints().target(plan, unsharded)
+    unsharded = Sharding(resolved.target, 0, 1)
+    weights = Checkpoints().target(resolved, unsharded)
     embedding_VH = weights.embedding()
-    head_VH = embedding_VH if plan.target.tied_head else weights.head()
+    head_VH = embedding_VH if resolved.target.tied_head else weights.head()
     return EmbeddingCopies(embedding_VH, backend.head(head_VH))
 
 
@@ -175,55 +175,59 @@ class _Rank:
 
     def __init__(
         self,
-        plan: LoadPlan,
+        resolved: ResolvedConfig,
         models: ModelSource,
         communicator: Communicator,
         remote_drafts: RemoteDrafts | None,
     ) -> None:
-        self._plan, self._communicator, self._remote_drafts = plan, communicator, remote_drafts
-        refuse_unaffordable(plan)
-        sharding = Sharding(plan.target, communicator.rank, communicator.world_size)
-        weights = models.target(plan, sharding)
-        self.backend = backend = make_backend(plan, communicator)
-        places = plan.pages.target
-        self._model = Decoder(weights, plan.tap_ids, plan.max_model_len, communicator, backend, places)
-        self.grammars = make_grammars(plan)
+        self._resolved, self._communicator, self._remote_drafts = resolved, communicator, remote_drafts
+        refuse_unaffordable(resolved)
+        sharding = Sharding(resolved.target, communicator.rank, communicator.world_size)
+        weights = models.target(resolved, sharding)
+        self.backend = backend = make_backend(resolved, communicator)
+        places = resolved.pages.target
+        self._model = Decoder(
+            weights, resolved.tap_ids, resolved.max_model_len, communicator, backend, places
+        )
+        self.grammars = make_grammars(resolved)
         self.weight_counts = {"target": WeightCounts.of(backend)}
         self._drafter: Drafter | None = None
-        if plan.drafter is not None and not plan.split:
+        if resolved.drafter is not None and not resolved.split:
             final_norm_H = weights.final_norm()
-            self._drafter, draft_backend = load_drafter(plan, models, self._model, final_norm_H, communicator)
+            self._drafter, draft_backend = load_drafter(
+                resolved, models, self._model, final_norm_H, communicator
+            )
             before = self.weight_counts["target"] if draft_backend is backend else None
             self.weight_counts["drafter"] = WeightCounts.of(draft_backend, before)
 
     def affordable_cache(self) -> tuple[tuple[int, ...], int | None]:
         """Return the pages of each pool and the states that every rank can afford."""
-        plan, config, budget = self._plan, self._plan.config, None
+        resolved, config, budget = self._resolved, self._resolved.config, None
         is_set = config.num_pages is not None or config.kv_cache_memory_bytes is not None
-        if plan.device.type == "cuda" and not is_set:
-            budget = gpu_budget_bytes(plan.device, config.gpu_memory_utilization, self._step_bytes())
-        own_states = num_states = affordable_states(plan, budget)
+        if resolved.device.type == "cuda" and not is_set:
+            budget = gpu_budget_bytes(resolved.device, config.gpu_memory_utilization, self._step_bytes())
+        own_states = num_states = affordable_states(resolved, budget)
         if own_states is not None:
-            (num_states,) = smallest(lambda: [own_states], 1, self._communicator, plan.device)
+            (num_states,) = smallest(lambda: [own_states], 1, self._communicator, resolved.device)
         sizes, state_bytes_taken = (
-            page_bytes(plan, drafter=not plan.split),
-            (num_states or 0) * state_bytes(plan),
+            page_bytes(resolved, drafter=not resolved.split),
+            (num_states or 0) * state_bytes(resolved),
         )
         pages = smallest(
-            lambda: affordable_pages(plan, sizes, budget, state_bytes_taken),
-            plan.pages.num_pools,
+            lambda: affordable_pages(resolved, sizes, budget, state_bytes_taken),
+            resolved.pages.num_pools,
             self._communicator,
-            plan.device,
+            resolved.device,
         )
         return pages, num_states
 
     def runner(self, num_pages: tuple[int, ...], num_states: int | None) -> Runner:
-        if self._plan.runs_on_device:
+        if self._resolved.runs_on_device:
             return self._device_runner(num_pages, num_states)
         return self._step_runner(num_pages, num_states)
 
     def _remote(self) -> RemoteSource | None:
-        return self._remote_drafts(self._plan, self.backend) if self._remote_drafts is not None else None
+        return self._remote_drafts(self._resolved, self.backend) if self._remote_drafts is not None else None
 
     def _device_runner(self, num_pages: tuple[int, ...], num_states: int | None) -> Runner:
         from ....drafter.step.gpu_triton.recurrent_states import NO_RECURRENT, DeviceRecurrent
@@ -235,13 +239,13 @@ class _Rank:
         from ..runners.grammar_masks import NO_GRAMMARS, DeviceGrammars
         from ..runners.step_passes import DeviceModels
 
-        plan, config = self._plan, self._plan.config
-        max_requests, num_rows = device_limits(plan)
-        state_memory = make_state_memory(plan, num_states)
+        resolved, config = self._resolved, self._resolved.config
+        max_requests, num_rows = device_limits(resolved)
+        state_memory = make_state_memory(resolved, num_states)
         cache, draft_cache = self._caches(num_pages, state_memory)
-        state_args = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
-        states = DeviceStates(*state_args, plan.device, plan.pages)
-        workspace = SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device)
+        state_args = (config.max_num_seqs, resolved.max_model_len, num_pages, resolved.page_size)
+        states = DeviceStates(*state_args, resolved.device, resolved.pages)
+        workspace = SamplingWorkspace.build(num_rows, resolved.target.vocab_size, resolved.device)
         memory = StepMemory(states, workspace, self._communicator)
         drafts = self._device_drafts(memory, draft_cache)
         masks, grammars, recurrent, suffixes = None, NO_GRAMMARS, NO_RECURRENT, NO_SUFFIXES
@@ -250,30 +254,30 @@ class _Rank:
         if self.grammars is not None:
             compiler = self.grammars.compiler
             end_id = compiler.eos_token_ids[0]
-            masks = DeviceMasks.build(num_rows, compiler.mask_words, end_id, plan.device)
+            masks = DeviceMasks.build(num_rows, compiler.mask_words, end_id, resolved.device)
             grammars = DeviceGrammars(self.grammars, memory, masks, forces=drafts.can_be_forced)
         if (proposer := _suffix_proposer(config)) is not None:
             mixer = None if self._drafter is None else self._mixer(proposer)
-            suffixes = DeviceSuffixes(proposer, mixer, num_rows, self._communicator, plan.device)
-        hidden_shape = num_rows, plan.target.hidden_size
+            suffixes = DeviceSuffixes(proposer, mixer, num_rows, self._communicator, resolved.device)
+        hidden_shape = num_rows, resolved.target.hidden_size
         models = DeviceModels(
             target=self._model,
             cache=cache,
             memory=memory,
             drafts=drafts,
-            hidden=torch.empty(hidden_shape, dtype=self._model.dtype, device=plan.device),
+            hidden=torch.empty(hidden_shape, dtype=self._model.dtype, device=resolved.device),
             recurrent=recurrent,
             masks=masks,
         )
         return GpuModelRunner(
             models,
             max_requests,
-            plan.num_speculative_tokens,
-            plan.max_num_batched_tokens,
-            plan.tree,
+            resolved.num_speculative_tokens,
+            resolved.max_num_batched_tokens,
+            resolved.tree,
             grammars,
             suffixes,
-            captures=plan.device.type == "cuda",
+            captures=resolved.device.type == "cuda",
         )
 
     def _device_drafts(self, memory: StepMemory, draft_cache: PagedKVCache | None) -> DeviceDrafts:
@@ -282,68 +286,72 @@ class _Rank:
         from ..runners.drafts.device_lookup import DeviceLookup
         from ..runners.drafts.remote_exchange import RemoteExchange
 
-        plan, drafter = self._plan, self._drafter
+        resolved, drafter = self._resolved, self._drafter
         if drafter is not None and draft_cache is not None:
             if isinstance(drafter, ChainedDrafter):
                 return DeviceChains(drafter, draft_cache, memory)
             return DeviceBlocks(drafter, draft_cache, memory)
         if (remote := self._remote()) is not None:
-            assert isinstance(plan.drafter, DrafterConfig), "other drafters are colocated"
-            max_requests, _ = device_limits(plan)
-            sizes = max_requests, plan.max_num_batched_tokens
-            return RemoteExchange(remote, memory, *sizes, plan.drafter, plan.dtype)
-        lengths = _lookup_lengths(plan.config)
+            assert isinstance(resolved.drafter, DrafterConfig), "other drafters are colocated"
+            max_requests, _ = device_limits(resolved)
+            sizes = max_requests, resolved.max_num_batched_tokens
+            return RemoteExchange(remote, memory, *sizes, resolved.drafter, resolved.dtype)
+        lengths = _lookup_lengths(resolved.config)
         return DeviceDrafts() if lengths is None else DeviceLookup(lengths, memory)
 
     def _step_runner(self, num_pages: tuple[int, ...], num_states: int | None) -> CpuModelRunner:
-        plan, page_size = self._plan, self._plan.page_size
-        operators = make_step_operators(plan)
+        resolved, page_size = self._resolved, self._resolved.page_size
+        operators = make_step_operators(resolved)
         drafts: DraftSource
-        memory = make_state_memory(plan, num_states)
+        memory = make_state_memory(resolved, num_states)
         cache, draft_cache = self._caches(num_pages, memory)
         if self._drafter is not None:
             assert draft_cache is not None, "a drafter has pages"
             proposer, mixer = _make_proposer(self._drafter, draft_cache, operators), None
-            if (suffix := _suffix_proposer(plan.config)) is not None:
+            if (suffix := _suffix_proposer(resolved.config)) is not None:
                 mixer = self._mixer(suffix)
             drafts = ColocatedDrafter(proposer, self._communicator, mixer)
-        elif (lengths := _lookup_lengths(plan.config)) is not None:
+        elif (lengths := _lookup_lengths(resolved.config)) is not None:
             drafts = NgramProposer(*lengths)
         else:
-            drafts = self._remote() or _suffix_proposer(plan.config) or NoDrafts()
-        state_args = (plan.config.max_num_seqs, plan.max_model_len, num_pages, page_size)
+            drafts = self._remote() or _suffix_proposer(resolved.config) or NoDrafts()
+        state_args = (resolved.config.max_num_seqs, resolved.max_model_len, num_pages, page_size)
         batch = self.backend.attention_batch
-        recurrent = None if memory is None else RecurrentStates(memory, plan.config.max_num_seqs)
+        recurrent = None if memory is None else RecurrentStates(memory, resolved.config.max_num_seqs)
         states = RequestStates(
-            *state_args, plan.device, batch, operators, plan.pages, self.grammars, recurrent
+            *state_args, resolved.device, batch, operators, resolved.pages, self.grammars, recurrent
         )
         return CpuModelRunner(self._model, cache, states, drafts, self._communicator, operators)
 
     def _mixer(self, proposer: SuffixProposer) -> SuffixMixer:
-        return SuffixMixer(proposer, self._plan.num_speculative_tokens, self._plan.config.max_num_seqs)
+        return SuffixMixer(
+            proposer, self._resolved.num_speculative_tokens, self._resolved.config.max_num_seqs
+        )
 
     def _caches(
         self, num_pages: tuple[int, ...], memory: StateMemory | None
     ) -> tuple[PagedKVCache, PagedKVCache | None]:
         """Return the target's pages, and those of a drafter in this process."""
-        plan, drafter = self._plan, self._drafter
-        count = pages_of(plan.pages, plan.pages.target, num_pages)
-        cache = self._model.new_cache(count, plan.page_size, memory, plan.kv_dtype)
+        resolved, drafter = self._resolved, self._drafter
+        count = pages_of(resolved.pages, resolved.pages.target, num_pages)
+        cache = self._model.new_cache(count, resolved.page_size, memory, resolved.kv_dtype)
         if drafter is None:
             return cache, None
         if isinstance(drafter, AssistantDrafter):
             return cache, cache.of_layers(drafter.config.target_layers)
-        count = pages_of(plan.pages, plan.pages.drafter, num_pages)
-        return cache, drafter.new_cache(count, plan.page_size, plan.kv_dtype)
+        count = pages_of(resolved.pages, resolved.pages.drafter, num_pages)
+        return cache, drafter.new_cache(count, resolved.page_size, resolved.kv_dtype)
 
     def _step_bytes(self) -> int:
         """Return the peak bytes of steps beyond weights, pages and states, by running the largest ones."""
-        plan, pages = self._plan, (1,) * self._plan.pages.num_pools
-        states = plan.config.max_num_seqs if plan.target.states is not None else None
-        measured = measure_step_bytes(lambda: self.runner(pages, states), plan)
-        minimal_cache = sum(page_bytes(plan, drafter=not plan.split)) + (states or 0) * state_bytes(plan)
+        resolved, pages = self._resolved, (1,) * self._resolved.pages.num_pools
+        states = resolved.config.max_num_seqs if resolved.target.states is not None else None
+        measured = measure_step_bytes(lambda: self.runner(pages, states), resolved)
+        minimal_cache = sum(page_bytes(resolved, drafter=not resolved.split)) + (states or 0) * state_bytes(
+            resolved
+        )
         # The process of a split drafter opens a CUDA context on the GPUs whose memory it reads.
-        of_peer = _CONTEXT_BYTES if plan.split and plan.device.type == "cuda" else 0
+        of_peer = _CONTEXT_BYTES if resolved.split and resolved.device.type == "cuda" else 0
         return max(measured - minimal_cache, 0) + of_peer
 
 
@@ -367,27 +375,27 @@ def _make_proposer(
     return DFlashProposer(drafter, cache, operators)
 
 
-def pages_of(plan: KVCacheLayout, places: Sequence[LayerPlace], num_pages: tuple[int, ...]) -> int:
-    return num_pages[plan.groups[places[0].group].pool]
+def pages_of(resolved: KVCacheLayout, places: Sequence[LayerPlace], num_pages: tuple[int, ...]) -> int:
+    return num_pages[resolved.groups[places[0].group].pool]
 
 
 def load_drafter(
-    plan: LoadPlan, models: ModelSource, target: Decoder, target_norm_H: Tensor, ranks: Communicator
+    resolved: ResolvedConfig, models: ModelSource, target: Decoder, target_norm_H: Tensor, ranks: Communicator
 ) -> tuple[Drafter, Backend]:
-    """Return the plan's drafter and its backend, which may be the target's."""
-    config, shared = plan.drafter, target.shared_embeddings
+    """Return the drafter and its backend, which may be the target's."""
+    config, shared = resolved.drafter, target.shared_embeddings
     if isinstance(config, MtpConfig):  # the target's own layer, sharded like its blocks
-        weights = models.target(replace(plan, target=config.model), _sharding(config.model, ranks))
-        args = (shared, target.rope_of, ranks, target.backend, plan.pages.drafter)
+        weights = models.target(replace(resolved, target=config.model), _sharding(config.model, ranks))
+        args = (shared, target.rope_of, ranks, target.backend, resolved.pages.drafter)
         return MtpDrafter(config, weights, target_norm_H, *args), target.backend
-    backend = make_drafter_backend(plan, target.backend, ranks)
+    backend = make_drafter_backend(resolved, target.backend, ranks)
     if isinstance(config, AssistantConfig):  # sharded like the target, of which it reads K and V
-        assert plan.drafter_folder is not None, "an assistant has a checkpoint"
-        of_assistant = replace(plan, target=config.model, target_folder=plan.drafter_folder)
+        assert resolved.drafter_folder is not None, "an assistant has a checkpoint"
+        of_assistant = replace(resolved, target=config.model, target_folder=resolved.drafter_folder)
         weights = models.target(of_assistant, _sharding(config.model, ranks))
         args = (shared, target.rope_of, ranks, backend)
         return AssistantDrafter(config, weights, target_norm_H, *args), backend
-    return models.drafter(plan, shared, backend), backend
+    return models.drafter(resolved, shared, backend), backend
 
 
 def _sharding(model: ModelSpec, ranks: Communicator) -> Sharding:

@@ -22,42 +22,42 @@ from ....cluster.step.scheduler_output import SchedulerOutput, SlotSampling, Tre
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.batch_invariance import rows_are_invariant
 from ..runners.runner_interface import Runner
-from .load_plan import LoadPlan
 from .memory_budget import used_gpu_bytes
+from .resolved_config import ResolvedConfig
 
 _PROMPT_TOKENS = 8
 _ANY_WORDS = Grammar("regex", "[a-z ]*", is_cheap=True)
 
 
-def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
+def warm_up(runner: Runner, resolved: ResolvedConfig, num_pages: tuple[int, ...]) -> None:
     """Run a small prefill, a step with drafts that may be cut, and one without, with each kind of sampling.
 
     With draft trees, a step that verifies one as well.
 
     Otherwise a request would compile the loops and kernels that it is first to use, while all streams wait.
     """
-    pools = [group.pool for group in plan.pages.groups]
-    capacity = min(count // pools.count(pool) for pool, count in enumerate(num_pages)) * plan.page_size
-    length = min(capacity, plan.max_model_len, _PROMPT_TOKENS + plan.num_speculative_tokens + 2)
+    pools = [group.pool for group in resolved.pages.groups]
+    capacity = min(count // pools.count(pool) for pool, count in enumerate(num_pages)) * resolved.page_size
+    length = min(capacity, resolved.max_model_len, _PROMPT_TOKENS + resolved.num_speculative_tokens + 2)
     prompt = min(_PROMPT_TOKENS, length - 2)
     if prompt < 1:
         return
-    pages = [pages_for(length, plan.page_size)]
+    pages = [pages_for(length, resolved.page_size)]
     for sampling in _sampling_variants(runner, prompt):
-        runner.execute(_prefill(plan, [prompt], num_pages=pages, sampling=sampling))
-        for drafts in sorted({0, max(0, min(plan.num_speculative_tokens, length - prompt - 2))}):
+        runner.execute(_prefill(resolved, [prompt], num_pages=pages, sampling=sampling))
+        for drafts in sorted({0, max(0, min(resolved.num_speculative_tokens, length - prompt - 2))}):
             step = dummy_step([prompt], [drafts + 1], [drafts])
             runner.execute(replace(step, trim=dummy_trim(step)) if drafts else step)
-    if plan.tree is not None:
-        drafts = max(0, min(plan.max_drafts, length - prompt - 2))
-        runner.execute(_in_trees(plan, dummy_step([prompt], [drafts + 1], [drafts])))
+    if resolved.tree is not None:
+        drafts = max(0, min(resolved.max_drafts, length - prompt - 2))
+        runner.execute(_in_trees(resolved, dummy_step([prompt], [drafts + 1], [drafts])))
 
 
-def _in_trees(plan: LoadPlan, step: SchedulerOutput) -> SchedulerOutput:
+def _in_trees(resolved: ResolvedConfig, step: SchedulerOutput) -> SchedulerOutput:
     """Return a step with draft trees, if drafts may form them."""
-    if plan.tree is None:
+    if resolved.tree is None:
         return step
-    depth, width, _ = plan.tree
+    depth, width, _ = resolved.tree
     return replace(step, tree=TreeShape(depth, width, (1.0,) * width))
 
 
@@ -74,7 +74,7 @@ def _sampling_variants(runner: Runner, prompt: int) -> list[SlotSampling]:
     ]
 
 
-def measure_step_bytes(make_runner: Callable[[], Runner], plan: LoadPlan) -> int:
+def measure_step_bytes(make_runner: Callable[[], Runner], resolved: ResolvedConfig) -> int:
     """Return the peak GPU bytes that steps take in addition to pages.
 
     Small steps come first, in which products are measured (`gemm_choice.py`): that takes a buffer which is no
@@ -85,54 +85,54 @@ def measure_step_bytes(make_runner: Callable[[], Runner], plan: LoadPlan) -> int
     """
 
     def used() -> int:
-        return used_gpu_bytes(plan.device)
+        return used_gpu_bytes(resolved.device)
 
-    _run_small_steps(make_runner(), plan)
+    _run_small_steps(make_runner(), resolved)
     gc.collect()
     torch.cuda.empty_cache()  # else the runner would reuse memory that loading freed
     used_before = used()
     runner = make_runner()
-    for lengths in (_longest_prompts(plan), _max_prompts(plan)):
-        runner.execute(_prefill(plan, lengths))
+    for lengths in (_longest_prompts(resolved), _max_prompts(resolved)):
+        runner.execute(_prefill(resolved, lengths))
     taken = used() - used_before
-    taken += runner.profile_run(_largest_decoding(plan), used)
+    taken += runner.profile_run(_largest_decoding(resolved), used)
     del runner
     gc.collect()
     return taken
 
 
-def _run_small_steps(runner: Runner, plan: LoadPlan) -> None:
+def _run_small_steps(runner: Runner, resolved: ResolvedConfig) -> None:
     """Run a short prompt, and a decoding step with as many drafts as possible."""
-    runner.execute(_prefill(plan, [min(plan.max_model_len, _PROMPT_TOKENS)]))
-    drafts = max(0, min(plan.num_speculative_tokens, plan.max_model_len - 2))
+    runner.execute(_prefill(resolved, [min(resolved.max_model_len, _PROMPT_TOKENS)]))
+    drafts = max(0, min(resolved.num_speculative_tokens, resolved.max_model_len - 2))
     runner.execute(dummy_step([1], [1 + drafts], [drafts]))
 
 
-def _longest_prompts(plan: LoadPlan) -> list[int]:
-    length = min(plan.max_model_len, plan.max_num_batched_tokens)
-    return [length] * min(plan.max_num_batched_tokens // length, plan.config.max_num_seqs)
+def _longest_prompts(resolved: ResolvedConfig) -> list[int]:
+    length = min(resolved.max_model_len, resolved.max_num_batched_tokens)
+    return [length] * min(resolved.max_num_batched_tokens // length, resolved.config.max_num_seqs)
 
 
-def _max_prompts(plan: LoadPlan) -> list[int]:
-    count = min(plan.config.max_num_seqs, plan.max_num_batched_tokens)
-    return [min(plan.max_model_len, plan.max_num_batched_tokens // count)] * count
+def _max_prompts(resolved: ResolvedConfig) -> list[int]:
+    count = min(resolved.config.max_num_seqs, resolved.max_num_batched_tokens)
+    return [min(resolved.max_model_len, resolved.max_num_batched_tokens // count)] * count
 
 
-def _largest_decoding(plan: LoadPlan) -> SchedulerOutput:
-    drafts = max(0, min(plan.max_drafts, plan.max_model_len - 2))
-    count = max(1, min(plan.config.max_num_seqs, plan.max_num_batched_tokens // (1 + drafts)))
-    return _in_trees(plan, dummy_step([1] * count, [1 + drafts] * count, [drafts] * count))
+def _largest_decoding(resolved: ResolvedConfig) -> SchedulerOutput:
+    drafts = max(0, min(resolved.max_drafts, resolved.max_model_len - 2))
+    count = max(1, min(resolved.config.max_num_seqs, resolved.max_num_batched_tokens // (1 + drafts)))
+    return _in_trees(resolved, dummy_step([1] * count, [1 + drafts] * count, [drafts] * count))
 
 
 def _prefill(
-    plan: LoadPlan,
+    resolved: ResolvedConfig,
     lengths: list[int],
     num_pages: list[int] | None = None,
     sampling: SlotSampling = GREEDY,
 ) -> SchedulerOutput:
     none = [0] * len(lengths)
     prompts = [np.zeros(n, np.int32) for n in lengths]
-    groups = plan.pages.groups
+    groups = resolved.pages.groups
     return dummy_step(
         none, lengths, none, prompts=prompts, num_pages=num_pages, groups=groups, sampling=sampling
     )
@@ -141,19 +141,21 @@ def _prefill(
 logger = logging.getLogger(__name__)
 
 
-def check_invariance(plan: LoadPlan, backend: Backend) -> None:
+def check_invariance(resolved: ResolvedConfig, backend: Backend) -> None:
     """Log whether rows are batch-invariant. Raises ConfigError if not, and `batch_invariant` is set."""
-    required = plan.config.batch_invariant
-    if plan.attention_backend in ("triton", "flash_attn") and not (required and plan.device.type == "cuda"):
+    required = resolved.config.batch_invariant
+    if resolved.attention_backend in ("triton", "flash_attn") and not (
+        required and resolved.device.type == "cuda"
+    ):
         return
-    head_dims = sorted({dim for model in plan.models for dim in model.head_dims})
-    routed = any("routed experts" in model.features for model in plan.models)
-    holds = rows_are_invariant(backend, plan.dtype, plan.device, head_dims, routed=routed)
+    head_dims = sorted({dim for model in resolved.models for dim in model.head_dims})
+    routed = any("routed experts" in model.features for model in resolved.models)
+    holds = rows_are_invariant(backend, resolved.dtype, resolved.device, head_dims, routed=routed)
     logger.info("rows are batch-invariant: %s", holds)
     if required and not holds:
         raise ConfigError(
-            f"batch_invariant does not hold here with dtype={str(plan.dtype).removeprefix('torch.')} and "
-            f"attention_backend={plan.attention_backend}: a row's bits were seen to depend on its batch. "
+            f"batch_invariant does not hold here with dtype={str(resolved.dtype).removeprefix('torch.')} and "
+            f"attention_backend={resolved.attention_backend}: a row's bits were seen to depend on its batch. "
             "Set dtype to float32, or leave attention_backend out.",
             param="batch_invariant",
         )

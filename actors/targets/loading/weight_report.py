@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ....drafter.compute.backend import Backend
 from ..model.model_spec import ModelSpec
 from .draft_window import DraftConfig
-from .load_plan import LoadPlan
+from .resolved_config import ResolvedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,12 @@ class WeightCounts:
         )
 
 
-def describe_weights(plan: LoadPlan, counts: Mapping[str, WeightCounts]) -> Iterator[str]:
+def describe_weights(resolved: ResolvedConfig, counts: Mapping[str, WeightCounts]) -> Iterator[str]:
     """Yield sentences about the models in `counts`: "target", "drafter" or both."""
-    models: Mapping[str, ModelSpec | DraftConfig | None] = {"target": plan.target, "drafter": plan.drafter}
+    models: Mapping[str, ModelSpec | DraftConfig | None] = {
+        "target": resolved.target,
+        "drafter": resolved.drafter,
+    }
     for name, held in counts.items():
         model = models[name]
         if model is not None and model.quantization is not None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ....cluster.errors import ConfigError
-from ....cluster.hardware.memory_plan import activation_bytes
+from ....cluster.hardware.memory_estimate import activation_bytes
 from ....cluster.pages.kv_cache_groups import pages_for
 from ....cluster.step.dummy_steps import dummy_step
 from ....cluster.step.scheduler_output import SchedulerOutput
@@ -29,10 +29,10 @@ from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.dflash.proposer import DFlashProposer
 from ....drafter.step.request_states import RequestStates
-from ...targets.loading.load_plan import LoadPlan
 from ...targets.loading.memory_budget import gpu_budget_bytes, page_bytes
 from ...targets.loading.operator_factory import make_drafter_backend, make_step_operators
 from ...targets.loading.rank_loader import Checkpoints, copy_embeddings, pages_of
+from ...targets.loading.resolved_config import ResolvedConfig
 from ...targets.loading.weight_report import WeightCounts, describe_weights
 from ..shm.tensor_mailbox import Kinds
 
@@ -77,48 +77,52 @@ class LoadedDrafter:
     """
 
     @torch.inference_mode()
-    def __init__(self, plan: LoadPlan) -> None:
-        self.plan = plan
-        self._backend: Backend = make_drafter_backend(plan)
-        self._drafter = Checkpoints().drafter(plan, copy_embeddings(plan, self._backend), self._backend)
-        for sentence in describe_weights(plan, {"drafter": WeightCounts.of(self._backend)}):
+    def __init__(self, resolved: ResolvedConfig) -> None:
+        self.resolved = resolved
+        self._backend: Backend = make_drafter_backend(resolved)
+        self._drafter = Checkpoints().drafter(
+            resolved, copy_embeddings(resolved, self._backend), self._backend
+        )
+        for sentence in describe_weights(resolved, {"drafter": WeightCounts.of(self._backend)}):
             logger.info("%s", sentence)
 
     @property
     def device(self) -> torch.device:
-        return self.plan.device
+        return self.resolved.device
 
     @torch.inference_mode()
-    def make_session(self, plan: LoadPlan, num_pages: tuple[int, ...]) -> DrafterSession:
+    def make_session(self, resolved: ResolvedConfig, num_pages: tuple[int, ...]) -> DrafterSession:
         """Create a session for these pages per pool. Raises ConfigError if they do not fit."""
-        own_plan = self.plan
-        layout = plan.pages.drafter, plan.dtype, plan.kv_dtype
-        if layout != (own_plan.pages.drafter, own_plan.dtype, own_plan.kv_dtype) or (
-            plan.max_model_len > own_plan.max_model_len
+        own = self.resolved
+        layout = resolved.pages.drafter, resolved.dtype, resolved.kv_dtype
+        if layout != (own.pages.drafter, own.dtype, own.kv_dtype) or (
+            resolved.max_model_len > own.max_model_len
         ):
             raise ConfigError(
                 "The shared drafter was loaded for engines with another max_model_len, dtype or "
                 "kv_cache_dtype. Use the same for all engines that share it, or split the drafter.",
                 param="speculative_config.placement",
             )
-        _check_pages_fit(plan, num_pages)
+        _check_pages_fit(resolved, num_pages)
         drafter = self._drafter
         assert isinstance(drafter, DFlashDrafter), "only DFlash drafters can be split off"
-        count = pages_of(plan.pages, plan.pages.drafter, num_pages)
-        cache = drafter.new_cache(count, plan.page_size, plan.kv_dtype)
-        if plan.runs_on_device:
+        count = pages_of(resolved.pages, resolved.pages.drafter, num_pages)
+        cache = drafter.new_cache(count, resolved.page_size, resolved.kv_dtype)
+        if resolved.runs_on_device:
             from .gpu_drafter_session import GpuDrafterSession
 
-            return GpuDrafterSession(plan, drafter, cache, num_pages)
-        operators = make_step_operators(plan)
-        state_args = (plan.config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
-        states = RequestStates(*state_args, plan.device, self._backend.attention_batch, operators, plan.pages)
+            return GpuDrafterSession(resolved, drafter, cache, num_pages)
+        operators = make_step_operators(resolved)
+        state_args = (resolved.config.max_num_seqs, resolved.max_model_len, num_pages, resolved.page_size)
+        states = RequestStates(
+            *state_args, resolved.device, self._backend.attention_batch, operators, resolved.pages
+        )
         return CpuDrafterSession(DFlashProposer(drafter, cache, operators), states)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run a small step, to pay for slow first calls before an engine needs drafts in time."""
-        plan, tokens = self.plan, 2
+        plan, tokens = self.resolved, 2
         groups = plan.pages.groups
         drafts = min(plan.num_speculative_tokens, plan.max_model_len - tokens - 1)
         if drafts < 1:
@@ -171,12 +175,14 @@ class CpuDrafterSession:
         self._proposer.inject_features(c_NH, rows)
 
 
-def _check_pages_fit(plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
+def _check_pages_fit(resolved: ResolvedConfig, num_pages: tuple[int, ...]) -> None:
     """Raise ConfigError unless the drafter's GPU holds the target's pages and a session's steps."""
-    if plan.device.type != "cuda":
+    if resolved.device.type != "cuda":
         return
-    needed = sum(count * size for count, size in zip(num_pages, page_bytes(plan, target=False), strict=True))
-    budget = gpu_budget_bytes(plan.device, plan.config.gpu_memory_utilization, _step_bytes(plan))
+    needed = sum(
+        count * size for count, size in zip(num_pages, page_bytes(resolved, target=False), strict=True)
+    )
+    budget = gpu_budget_bytes(resolved.device, resolved.config.gpu_memory_utilization, _step_bytes(resolved))
     if needed > budget:
         fitting = max(num_pages[0] * budget // needed, 0)
         raise ConfigError(
@@ -186,14 +192,14 @@ def _check_pages_fit(plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
         )
 
 
-def _step_bytes(plan: LoadPlan) -> int:
+def _step_bytes(resolved: ResolvedConfig) -> int:
     """Return the estimated bytes of a session's largest passes, and of its graphs.
 
     Graphs are captured as they are needed, while other sessions run, so nothing can be measured before.
     """
-    drafter, rows = plan.drafter, plan.max_num_batched_tokens
+    drafter, rows = resolved.drafter, resolved.max_num_batched_tokens
     assert isinstance(drafter, DrafterConfig), "only DFlash drafters can be split off"
-    drafted = min(plan.config.max_num_seqs * (1 + plan.num_speculative_tokens), rows)
+    drafted = min(resolved.config.max_num_seqs * (1 + resolved.num_speculative_tokens), rows)
     sizes = {"hidden": drafter.hidden_size, "inter": drafter.intermediate_size}
-    sizes |= {"vocab": plan.target.vocab_size, "itemsize": plan.dtype.itemsize}
+    sizes |= {"vocab": resolved.target.vocab_size, "itemsize": resolved.dtype.itemsize}
     return _GRAPHS_BYTES + activation_bytes(rows, drafted, **sizes)

@@ -94,10 +94,12 @@ class DrafterWorker:
         for name, value in setting.environment.items():
             os.environ.setdefault(name, value)
         open_device(setting.topology, setting.config)
-        from ...targets.loading.load_plan import plan_load
+        from ...targets.loading.resolved_config import resolve_config
         from .drafter_server import DrafterServer
         from .drafter_session import LoadedDrafter
 
-        drafter = LoadedDrafter(plan_load(setting.config))
+        drafter = LoadedDrafter(resolve_config(setting.config))
         drafter.warm_up()
-        return DrafterServer(lambda hello: drafter.make_session(plan_load(hello.config), hello.num_pages))
+        return DrafterServer(
+            lambda hello: drafter.make_session(resolve_config(hello.config), hello.num_pages)
+        )

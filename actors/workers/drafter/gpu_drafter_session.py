@@ -35,7 +35,7 @@ from ....drafter.step.gpu_triton.request_states import DeviceStates
 from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
 from ....drafter.step.gpu_triton.verification import accept_and_advance
 from ...targets.loading.executor_info import device_limits
-from ...targets.loading.load_plan import LoadPlan
+from ...targets.loading.resolved_config import ResolvedConfig
 from ...targets.model.tensor_parallel import SingleRank
 from ...targets.runners.cuda_graphs import LazyGraphs, PassKind, StepKinds
 from ...targets.runners.drafts.device_blocks import BlockPass
@@ -62,15 +62,19 @@ class GpuDrafterSession:
     """`num_pages`: pages of each pool, as the target has them."""
 
     def __init__(
-        self, plan: LoadPlan, drafter: DFlashDrafter, cache: PagedKVCache, num_pages: tuple[int, ...]
+        self,
+        resolved: ResolvedConfig,
+        drafter: DFlashDrafter,
+        cache: PagedKVCache,
+        num_pages: tuple[int, ...],
     ) -> None:
-        config, tree, device = plan.config, plan.tree, plan.device
-        max_requests, _ = device_limits(plan)
-        size = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
-        states = DeviceStates(*size, device, plan.pages)
-        sizes = max_requests, plan.num_speculative_tokens, plan.max_num_batched_tokens
+        config, tree, device = resolved.config, resolved.tree, resolved.device
+        max_requests, _ = device_limits(resolved)
+        size = (config.max_num_seqs, resolved.max_model_len, num_pages, resolved.page_size)
+        states = DeviceStates(*size, device, resolved.pages)
+        sizes = max_requests, resolved.num_speculative_tokens, resolved.max_num_batched_tokens
         self._kinds = StepKinds(*sizes, tree)
-        self._layout = layout = PlanLayout(max_requests, plan.num_speculative_tokens, tree)
+        self._layout = layout = PlanLayout(max_requests, resolved.num_speculative_tokens, tree)
         self._upload = Upload(states.arena, layout.num_values, states.max_changes)
         self._open: dict[int, _Open] = {}
         self._graphs = LazyGraphs(device)
@@ -90,7 +94,7 @@ class GpuDrafterSession:
             of_plan = both, layout.trim(values)
             self._trees = TreeMemory.build(tree, max_requests, *of_plan, drafter.config, num_kept)
         self._drafter, self._states, self._cache = drafter, states, cache
-        workspace = SamplingWorkspace.build(self._kinds.max_block_rows, plan.target.vocab_size, device)
+        workspace = SamplingWorkspace.build(self._kinds.max_block_rows, resolved.target.vocab_size, device)
         self._memory = StepMemory(states, workspace, SingleRank())
 
     def begin(self, plan: SchedulerOutput) -> None:

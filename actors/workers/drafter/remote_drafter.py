@@ -39,8 +39,8 @@ from ....drafter.step.inputs.proposals import BlockCandidates, Proposals
 from ....drafter.step.inputs.row_layout import StepRows
 from ....drafter.step.request_states import RequestStates
 from ...targets.loading.executor_info import num_tree_values
-from ...targets.loading.load_plan import LoadPlan
 from ...targets.loading.operator_factory import own_backend
+from ...targets.loading.resolved_config import ResolvedConfig
 from ...targets.model.tensor_parallel import Communicator
 from ...targets.runners.drafts.colocated_drafter import broadcast_proposals
 from ...targets.runners.runner_interface import Runner
@@ -57,12 +57,16 @@ WELCOME_WITHIN_S = 60.0
 class RemoteDrafterSource:
     """A target rank's source of drafts. `communicator`: that of the target's ranks."""
 
-    def __init__(self, plan: LoadPlan, backend: Backend, communicator: Communicator) -> None:
-        self._plan, self._backend, self._communicator = plan, own_backend(plan, backend), communicator
-        self._device = plan.device
-        self._features = _context_features(plan, self._backend) if communicator.rank == 0 else None
+    def __init__(self, resolved: ResolvedConfig, backend: Backend, communicator: Communicator) -> None:
+        self._resolved, self._backend, self._communicator = (
+            resolved,
+            own_backend(resolved, backend),
+            communicator,
+        )
+        self._device = resolved.device
+        self._features = _context_features(resolved, self._backend) if communicator.rank == 0 else None
         self._link: DrafterClient | None = None
-        self._loaded: tuple[LoadPlan, ContextFeatures | None] | None = None
+        self._loaded: tuple[ResolvedConfig, ContextFeatures | None] | None = None
         self._step, self._part, self._num_parts = -1, 0, 1  # of the current step
         self._followed = False
         self._grammar_slots = set[int]()
@@ -77,7 +81,7 @@ class RemoteDrafterSource:
         if self._features is None:
             return
         self.disconnect()
-        plan, drafter = self._plan, self._plan.drafter
+        plan, drafter = self._resolved, self._resolved.drafter
         assert isinstance(drafter, DrafterConfig), "other drafters are colocated"
         max_rows = plan.max_num_batched_tokens
         config = replace(
@@ -93,15 +97,15 @@ class RemoteDrafterSource:
         hello = Hello(name, config, info.num_pages, sizes, mailbox=None)
         self._link = DrafterClient(address, hello, plan.device, waiter)
 
-    def load(self, plan: LoadPlan) -> None:
+    def load(self, resolved: ResolvedConfig) -> None:
         """Load this rank's part of another drafter, next to that of the current one."""
-        features = _context_features(plan, self._backend) if self._features is not None else None
-        self._loaded = plan, features
+        features = _context_features(resolved, self._backend) if self._features is not None else None
+        self._loaded = resolved, features
 
     def use(self) -> None:
         """Switch to the loaded drafter, and disconnect from the old one."""
         assert self._loaded is not None, "call load() first"
-        (self._plan, self._features), self._loaded = self._loaded, None
+        (self._resolved, self._features), self._loaded = self._loaded, None
         self.disconnect()
 
     def wait_for_session(self) -> None:
@@ -151,8 +155,8 @@ class RemoteDrafterSource:
             self.begin(plan, 1)
         if not plan.num_draft_tokens:
             return Proposals.none(plan.num_requests, self._device)
-        assert isinstance(self._plan.drafter, DrafterConfig), "other drafters are colocated"
-        kinds = draft_kinds(plan, self._plan.drafter.num_candidates)
+        assert isinstance(self._resolved.drafter, DrafterConfig), "other drafters are colocated"
+        kinds = draft_kinds(plan, self._resolved.drafter.num_candidates)
         proposals, of_trees = self._receive_drafts(kinds)
         if not of_trees:
             return proposals
@@ -216,9 +220,9 @@ class RemoteDrafterSource:
 class SplitRunner:
     """Wraps a rank's runner, and adds drafts from another process."""
 
-    def __init__(self, runner: Runner, drafts: RemoteDrafterSource, plan: LoadPlan) -> None:
+    def __init__(self, runner: Runner, drafts: RemoteDrafterSource, resolved: ResolvedConfig) -> None:
         self._runner, self._drafts = runner, drafts
-        self._on_device = plan.runs_on_device
+        self._on_device = resolved.runs_on_device
         # plans and the times of their requests
         self._waiting: deque[tuple[SchedulerOutput, float]] = deque()
         # of steps that the device runs: for how long it had nothing to do but wait for their drafts
@@ -280,12 +284,12 @@ class SplitRunner:
         self._runner.submit(plan)
 
 
-def _context_features(plan: LoadPlan, backend: Backend) -> ContextFeatures:
-    assert plan.drafter_folder is not None, "a split drafter has a checkpoint"
-    assert isinstance(plan.drafter, DrafterConfig), "other drafters are colocated"
-    folder = open_folder(plan.drafter_folder, plan.drafter.quantization, plan.dtype)
+def _context_features(resolved: ResolvedConfig, backend: Backend) -> ContextFeatures:
+    assert resolved.drafter_folder is not None, "a split drafter has a checkpoint"
+    assert isinstance(resolved.drafter, DrafterConfig), "other drafters are colocated"
+    folder = open_folder(resolved.drafter_folder, resolved.drafter.quantization, resolved.dtype)
     names = {named_as_ours(name): name for name in folder.shapes}
     read = {name: names[name] for name in ("fc.weight", "hidden_norm.weight")}
-    weights = read_weights(folder, read, plan.dtype, plan.device, backend)
+    weights = read_weights(folder, read, resolved.dtype, resolved.device, backend)
     norm_H = weights["hidden_norm.weight"]
-    return ContextFeatures(weights.matrix("fc.weight"), norm_H, plan.drafter.rms_norm_eps, backend)
+    return ContextFeatures(weights.matrix("fc.weight"), norm_H, resolved.drafter.rms_norm_eps, backend)

@@ -48,7 +48,7 @@ from .attention.attention_tiles import (
 )
 from .attention.compact_rows import compact_rows
 from .attention.mla import TritonLatentAttention
-from .attention.mla_prefill_plan import Expansion, ExpansionWorkspace, find_expansion
+from .attention.mla_prefill_work import Expansion, ExpansionWorkspace, find_expansion
 from .attention.norm_rope_kv_write import norm_rotate_write, write_context
 from .attention.paged_attention import MAX_HEAD_DIM, verify_attention
 from .common.c_compiler import why_not_launch

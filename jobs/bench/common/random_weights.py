@@ -20,8 +20,8 @@ import torch
 from ....actors.checkpoints.checkpoint_paths import resolve_checkpoint
 from ....actors.targets.families import read_model
 from ....actors.targets.loading.checkpoint_models import random_target
-from ....actors.targets.loading.load_plan import LoadPlan
 from ....actors.targets.loading.operator_factory import kept_codes
+from ....actors.targets.loading.resolved_config import ResolvedConfig
 from ....actors.targets.model.model_spec import ModelSpec
 from ....actors.targets.model.tensor_parallel import Sharding
 from ....actors.targets.model.weights import TargetWeights, target_shapes
@@ -116,17 +116,21 @@ def z_lab_drafter(target: Json) -> Json:
 class RandomModels:
     """Models with random weights (a `rank.ModelSource`); the drafter's KV pages are random, too."""
 
-    def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights:
-        sizes, kept = (plan.target, sharding, plan.dtype, plan.device), kept_codes(plan)
-        return TargetWeights(random_target(plan), *sizes, kept_codes=kept)
+    def target(self, resolved: ResolvedConfig, sharding: Sharding) -> TargetWeights:
+        sizes, kept = (resolved.target, sharding, resolved.dtype, resolved.device), kept_codes(resolved)
+        return TargetWeights(random_target(resolved), *sizes, kept_codes=kept)
 
-    def drafter(self, plan: LoadPlan, shared_embeddings: TargetEmbeddings, backend: Backend) -> DFlashDrafter:
-        assert isinstance(plan.drafter, DrafterConfig), "only a plan with a block drafter asks for one"
-        tensors = RandomTensors(drafter_shapes(plan.drafter, plan.facts), plan.dtype, plan.device)
+    def drafter(
+        self, resolved: ResolvedConfig, shared_embeddings: TargetEmbeddings, backend: Backend
+    ) -> DFlashDrafter:
+        assert isinstance(resolved.drafter, DrafterConfig), "only a plan with a block drafter asks for one"
+        tensors = RandomTensors(
+            drafter_shapes(resolved.drafter, resolved.facts), resolved.dtype, resolved.device
+        )
         weights = DrafterWeights({name: tensors.get(name) for name in tensors.shapes})
-        positions = plan.max_model_len + plan.drafter.block_size
+        positions = resolved.max_model_len + resolved.drafter.block_size
         return _FilledDrafter(
-            plan.drafter, weights, shared_embeddings, positions, backend, plan.pages.drafter
+            resolved.drafter, weights, shared_embeddings, positions, backend, resolved.pages.drafter
         )
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ....actors.targets.loading.backend_selection import BackendName, why_not
-from ....actors.targets.loading.load_plan import plan_models
 from ....actors.targets.loading.operator_factory import make_backend
+from ....actors.targets.loading.resolved_config import resolve_models
 from ....actors.targets.model.attention import TargetAttention
 from ....cluster.config import EngineConfig
 from ....cluster.pages.kv_cache_groups import KVCacheSpec
@@ -272,6 +272,6 @@ def _open(machine: MachineKind, candidate: BackendCandidate, dtype: torch.dtype)
         page_size=candidate.page_size,
     )
     nowhere, threads = Path(machine.shape.name), torch.get_num_threads()
-    backend = make_backend(plan_models(config, nowhere, machine.shape.target, None, None, machine.context))
+    backend = make_backend(resolve_models(config, nowhere, machine.shape.target, None, None, machine.context))
     torch.set_num_threads(threads)  # a backend with its own threads reduces PyTorch's
     return backend

@@ -1,9 +1,9 @@
 """Converts a drafter to a GGUF file that llama.cpp runs.
 
-    folder ─▶ Plan: config.json, tensors, notes ─▶ drafter_writer ─▶ file ─▶ read again and compared
+    folder ─▶ Conversion: config.json, tensors, notes ─▶ drafter_writer ─▶ file ─▶ read again and compared
 
-llama.cpp runs less than Manta. Where it needs another form of the same drafter, the plan has that form, and a
-note where fewer drafts may be accepted. What it cannot run is refused by name.
+llama.cpp runs less than Manta. Where it needs another form of the same drafter, the conversion has that
+form, and a note where fewer drafts may be accepted. What it cannot run is refused by name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Config = dict[str, Any]  # Any: JSON values
 
 
 @dataclass(slots=True)
-class Plan:
+class Conversion:
     """What is written: `expected` is the configuration that the file must have."""
 
     architecture: str
@@ -65,24 +65,26 @@ def convert_to_gguf(name: str, target_name: str, output: Path) -> list[str]:
     target, folder = read_model(target_folder), resolve_checkpoint(name, field="drafter")
     raw = read_json(folder, param="drafter")
     facts = TargetFacts(target.hidden_size, target.num_layers, target.vocab_size, 0, target.embed_scale)
-    plan = _plan_eagle3(folder, facts) if is_eagle3(raw) else _plan_dflash(folder, raw, target, facts)
+    conversion = (
+        _convert_eagle3(folder, facts) if is_eagle3(raw) else _convert_dflash(folder, raw, target, facts)
+    )
     length = raw.get("transformer_layer_config", raw).get("max_position_embeddings")
-    plan.config["max_position_embeddings"] = length or target.max_position_embeddings
+    conversion.config["max_position_embeddings"] = length or target.max_position_embeddings
     metadata: dict[str, Value] = {"general.type": "model", "general.name": Path(name).name}
     if licence := licence_of(folder):
         metadata["general.license"] = licence
     metadata |= read_vocabulary(target_folder, target.vocab_size, target.eos_token_ids)
     output.parent.mkdir(parents=True, exist_ok=True)
     try:
-        write_drafter(output, plan.architecture, plan.config, plan.tensors, metadata)
-        _check(plan, output, facts)
+        write_drafter(output, conversion.architecture, conversion.config, conversion.tensors, metadata)
+        _check(conversion, output, facts)
     except BaseException:
         output.unlink(missing_ok=True)
         raise
-    return plan.notes
+    return conversion.notes
 
 
-def _plan_dflash(folder: Path, raw: Json, target: ModelSpec, facts: TargetFacts) -> Plan:
+def _convert_dflash(folder: Path, raw: Json, target: ModelSpec, facts: TargetFacts) -> Conversion:
     config = check_drafter(folder, facts)
     tensors = {named_as_ours(name): tensor for name, tensor in _tensors(folder, config).items()}
     _refuse(
@@ -106,11 +108,11 @@ def _plan_dflash(folder: Path, raw: Json, target: ModelSpec, facts: TargetFacts)
             "its own head",
         ),
     )
-    plan = Plan("dflash", config, {}, tensors)
+    conversion = Conversion("dflash", config, {}, tensors)
     for adapt in (_in_halves, _with_convolutions, _with_fewer_candidates):
-        config = plan.expected = adapt(config, plan)
+        config = conversion.expected = adapt(config, conversion)
     if len({layer.causal for layer in config.layers}) > 1:
-        plan.notes.append(
+        conversion.notes.append(
             "The drafter is causal in some layers and not in others; llama.cpp has one setting for all and "
             "runs it without: expect that fewer drafts are accepted there."
         )
@@ -123,11 +125,11 @@ def _plan_dflash(folder: Path, raw: Json, target: ModelSpec, facts: TargetFacts)
     if config.samples_anchor or config.markov is not None:
         written["sample_from_anchor"] = config.samples_anchor
         nested["enable_confidence_head"] = config.confidence_head is not None
-    plan.config = written | _sizes(config)
-    return plan
+    conversion.config = written | _sizes(config)
+    return conversion
 
 
-def _in_halves(config: DrafterConfig, plan: Plan) -> DrafterConfig:
+def _in_halves(config: DrafterConfig, conversion: Conversion) -> DrafterConfig:
     """Order the rows of heads so that rotated pairs are half of the rotated rows apart."""
     if not config.rope.interleaved:
         return config
@@ -135,27 +137,27 @@ def _in_halves(config: DrafterConfig, plan: Plan) -> DrafterConfig:
     order_D = torch.cat(
         [torch.arange(begin, rotated, 2) for begin in (0, 1)] + [torch.arange(rotated, config.head_dim)]
     )
-    for name, rows in plan.tensors.items():
+    for name, rows in conversion.tensors.items():
         if name.endswith(_ROTATED):
-            plan.tensors[name] = rows.unflatten(0, (-1, config.head_dim))[:, order_D].flatten(0, 1)
+            conversion.tensors[name] = rows.unflatten(0, (-1, config.head_dim))[:, order_D].flatten(0, 1)
     return replace(config, rope=replace(config.rope, interleaved=False))
 
 
-def _with_convolutions(config: DrafterConfig, plan: Plan) -> DrafterConfig:
+def _with_convolutions(config: DrafterConfig, conversion: Conversion) -> DrafterConfig:
     """Add convolutions that change nothing: llama.cpp reads a selector only with some."""
     if config.selector is None or config.convolutions is not None:
         return config
-    hidden, dtype = config.hidden_size, plan.tensors["fc.weight"].dtype
+    hidden, dtype = config.hidden_size, conversion.tensors["fc.weight"].dtype
     for layer in range(config.num_layers):
         for name in ("attention_conv", "mlp_conv"):
-            plan.tensors |= {
+            conversion.tensors |= {
                 f"layers.{layer}.{name}.base_kernel": torch.ones(2, 1, hidden, dtype=dtype),
                 f"layers.{layer}.{name}.kernel_projection.weight": torch.zeros(2, hidden, dtype=dtype),
             }
     return replace(config, convolutions=ConvolutionSize(num_taps=1, group_size=hidden))
 
 
-def _with_fewer_candidates(config: DrafterConfig, plan: Plan) -> DrafterConfig:
+def _with_fewer_candidates(config: DrafterConfig, conversion: Conversion) -> DrafterConfig:
     """Limit the candidates to those for which llama.cpp has room: k (k + 1) numbers in hidden_size."""
     if config.selector is None:
         return config
@@ -163,14 +165,14 @@ def _with_fewer_candidates(config: DrafterConfig, plan: Plan) -> DrafterConfig:
     while top_k * (top_k + 1) > config.hidden_size:
         top_k -= 1
     if top_k < config.selector.top_k:
-        plan.notes.append(
+        conversion.notes.append(
             f"The selector has {top_k} candidates instead of {config.selector.top_k}, for llama.cpp has no"
             f" room for more with hidden_size {config.hidden_size}."
         )
     return replace(config, selector=replace(config.selector, top_k=top_k))
 
 
-def _plan_eagle3(folder: Path, facts: TargetFacts) -> Plan:
+def _convert_eagle3(folder: Path, facts: TargetFacts) -> Conversion:
     config = check_eagle3(folder, facts)
     _refuse(
         ("attention_bias", config.attention_bias, "no biases of attention"),
@@ -189,7 +191,7 @@ def _plan_eagle3(folder: Path, facts: TargetFacts) -> Plan:
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
     }
-    return Plan("eagle3", config, written, tensors)
+    return Conversion("eagle3", config, written, tensors)
 
 
 def _tensors(folder: Path, config: DrafterShape) -> dict[str, Tensor]:
@@ -232,19 +234,19 @@ def _rope(rope: RopeConfig) -> Config:
     return found
 
 
-def _check(plan: Plan, output: Path, facts: TargetFacts) -> None:
+def _check(conversion: Conversion, output: Path, facts: TargetFacts) -> None:
     """Raise an error unless the file reads back as it was planned."""
     folder = resolve_checkpoint(str(output), field="output")
     found: DrafterShape
-    if isinstance(plan.expected, Eagle3Config):
+    if isinstance(conversion.expected, Eagle3Config):
         found = check_eagle3(folder, facts)
     else:
         found = check_drafter(folder, facts)
-    check_same(plan.expected, found, facts.embed_scale, "gguf")
+    check_same(conversion.expected, found, facts.embed_scale, "gguf")
     files = open_folder(folder, found.quantization)
-    if files.shapes.keys() != plan.tensors.keys():
+    if files.shapes.keys() != conversion.tensors.keys():
         raise CheckpointError(f"{output}: other tensors were written than planned; check the disk.")
-    for name, tensor in plan.tensors.items():
+    for name, tensor in conversion.tensors.items():
         stored = files.get(name).to(tensor.dtype)
         if not torch.equal(stored.flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)):
             raise CheckpointError(f"{output}: {name} differs after writing; check the disk.")

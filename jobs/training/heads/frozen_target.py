@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from ....actors.checkpoints.checkpoint_paths import resolve_checkpoint
 from ....actors.targets.families import read_model
-from ....actors.targets.loading.load_plan import plan_load
 from ....actors.targets.loading.operator_factory import make_backend
 from ....actors.targets.loading.rank_loader import Checkpoints
+from ....actors.targets.loading.resolved_config import resolve_config
 from ....actors.targets.model.decoder import Decoder
 from ....actors.targets.model.tensor_parallel import Sharding, SingleRank
 from ....cluster.config import EngineConfig
@@ -44,7 +44,7 @@ class FrozenTarget:
             stored = read_model(resolve_checkpoint(str(target), field="target")).dtype
             settings["attention_backend"] = "torch"
             settings["dtype"] = "float32" if stored == "float32" else "bfloat16"
-        plan = plan_load(EngineConfig.from_dict(settings))
+        plan = resolve_config(EngineConfig.from_dict(settings))
         self.spec, self.device, self.dtype = plan.target, device, plan.dtype
         self.weights = Checkpoints(dequantizes=True).target(plan, Sharding(plan.target, 0, 1))
         # The compiled backends have their own threads, which would compete with those of training.

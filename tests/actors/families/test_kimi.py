@@ -17,7 +17,7 @@ from manta.actors.tokenization.chat_template import ChatTemplate
 from manta.cluster.errors import PlacementError
 from manta.cluster.hardware.gpu_specs import GPUS
 from manta.cluster.hardware.layer_shape import DeviceWork
-from manta.cluster.hardware.memory_plan import plan_memory
+from manta.cluster.hardware.memory_estimate import estimate_memory
 from manta.cluster.hardware.model_pair import LayoutDemand
 from manta.cluster.hardware.parallel_layouts import ParallelLayout
 from manta.cluster.hardware.roofline import GPUS as ROOFLINE
@@ -85,7 +85,7 @@ def test_kimi_k2_fits_eight_h200s_packed_and_sixteen_dequantized() -> None:
     def room(name: str, ranks: int, placement: Any) -> Any:
         pair = pair_of(TARGETS[name], published_spec(name))
         assert ranks in pair.tp_sizes
-        return plan_memory(pair, GPUS["h200"], ParallelLayout(ranks, placement, 1), demand)
+        return estimate_memory(pair, GPUS["h200"], ParallelLayout(ranks, placement, 1), demand)
 
     packed = room("Kimi-K2.6", 8, "colocated")
     assert packed.weights_bytes / 1e9 == pytest.approx(594 / 8 + 6.6, rel=0.05), "beside the whole drafter"

@@ -12,9 +12,9 @@ import pytest
 import torch
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import FAMILIES, read_model
-from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.operator_factory import kept_codes
 from manta.actors.targets.loading.rank_loader import Checkpoints
+from manta.actors.targets.loading.resolved_config import resolve_config
 from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import target_shapes
 from manta.cluster.config import EngineConfig
@@ -160,7 +160,7 @@ def test_weights_in_the_declared_form_are_read_as_codes(name: str, tmp_path: Pat
         pytest.skip("not quantized, or refused")
     folder = write_packed(name, tmp_path / "target")
     fixed = {"dtype": "bfloat16", "device": "cpu", "skip_tokenizer_init": True, "max_model_len": 64}
-    plan = plan_load(EngineConfig.from_dict({"model": str(folder), **fixed}))
+    plan = resolve_config(EngineConfig.from_dict({"model": str(folder), **fixed}))
     spec = plan.target
     assert spec.quantization is not None and kept_codes(plan)
     weights = Checkpoints().target(plan, Sharding(spec, 0, 1))

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from manta.actors.llm import LLM
 from manta.actors.targets.loading.backend_selection import choose_backend
-from manta.actors.targets.loading.load_plan import plan_load
+from manta.actors.targets.loading.resolved_config import resolve_config
 from manta.actors.targets.loading.warmup import check_invariance
 from manta.cluster.errors import ConfigError
 from manta.drafter.compute.backend import DeviceCapabilities
@@ -98,7 +98,7 @@ class _SummedAlone(EagerBackend):
 
 
 def test_batch_invariance_that_does_not_hold_is_detected_at_start_and_refused(tiny_qwen3: Path) -> None:
-    plan = plan_load(settings(tiny_qwen3, batch_invariant=True, attention_backend="torch", device="cpu"))
+    plan = resolve_config(settings(tiny_qwen3, batch_invariant=True, attention_backend="torch", device="cpu"))
     with pytest.raises(ConfigError, match=r"batch_invariant does not hold here.*dtype to float32") as caught:
         check_invariance(plan, _SummedAlone())
     assert caught.value.param == "batch_invariant"

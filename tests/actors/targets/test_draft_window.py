@@ -10,7 +10,7 @@ from pathlib import Path
 
 from manta import LLM
 from manta.actors.targets.loading.draft_window import find_window
-from manta.actors.targets.loading.load_plan import LoadPlan, plan_load
+from manta.actors.targets.loading.resolved_config import ResolvedConfig, resolve_config
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.drafter.drafter_spec import DraftLayer
 from support.checkpoints.drafters import EAGLE3, write_drafter
@@ -23,8 +23,8 @@ from support.oracles.sampling_cases import params_of, prompts
 WINDOW = 24
 
 
-def plan(target: Path, **spec: object) -> LoadPlan:
-    return plan_load(settings(target, speculative_config={"adaptive": False, **spec}))
+def plan(target: Path, **spec: object) -> ResolvedConfig:
+    return resolve_config(settings(target, speculative_config={"adaptive": False, **spec}))
 
 
 def test_a_window_drafts_as_a_files_own(tiny_qwen3: Path, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_the_cost_chooses_a_window_where_a_target_reads_little(tmp_path: Path) -
     windows = []
     for target in (few, many):
         config = EngineConfig(model=str(target), speculative_config=spec, max_model_len=512)
-        found = plan_load(replace(config, skip_tokenizer_init=True, dtype="float32"))
+        found = resolve_config(replace(config, skip_tokenizer_init=True, dtype="float32"))
         assert found.drafter is not None
         windows.append(find_window(spec, found.target, found.drafter, 2**20, 1))
         assert find_window(spec, found.target, found.drafter, 4096, 1) is None, "short contexts are whole"

@@ -11,8 +11,8 @@ import torch
 from manta.actors.batch.ledger.job_spec import settings_identity
 from manta.actors.targets.families import FAMILIES as READERS
 from manta.actors.targets.families import read_model
-from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.rank_loader import Checkpoints, load_runner
+from manta.actors.targets.loading.resolved_config import resolve_config
 from manta.actors.targets.model.mlp_weights import RoutedTensors
 from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.cluster.config import EngineConfig
@@ -66,12 +66,12 @@ def test_a_pair_without_weights_generates_at_the_requested_depth(
 def test_weights_are_required_unless_they_are_dummies(pair: tuple[Path, Path]) -> None:
     config = EngineConfig(model=str(pair[0]), device="cpu")
     with pytest.raises(CheckpointError, match=r"no \.safetensors file"):
-        plan_load(config)
+        resolve_config(config)
 
 
 def test_ranks_hold_parts_of_the_same_dummy_weights(pair: tuple[Path, Path]) -> None:
     config = EngineConfig(model=str(pair[0]), device="cpu", dtype="float32", load_format="dummy")
-    plan, source = plan_load(config), Checkpoints()
+    plan, source = resolve_config(config), Checkpoints()
     whole, *ranks = (
         source.target(plan, Sharding(plan.target, rank, of)) for rank, of in ((0, 1), (0, 2), (1, 2))
     )
@@ -102,7 +102,7 @@ def test_every_family_starts_at_reduced_depth(tmp_path: Path, family: str) -> No
 def test_packed_dummy_experts_are_bytes(tmp_path: Path) -> None:
     folder = make_tiny_target(tmp_path, "gpt_oss", intermediate_size=64)
     packed = {"quantization_config": {"quant_method": "mxfp4"}}
-    plan = plan_load(settings(folder, load_format="dummy", hf_overrides=packed))
+    plan = resolve_config(settings(folder, load_format="dummy", hf_overrides=packed))
     mlp = Checkpoints().target(plan, Sharding(plan.target, 0, 1)).layer(0).mlp
     assert isinstance(mlp, RoutedTensors) and isinstance(mlp.experts.down, PackedCodes)
     assert mlp.experts.down.codes.dtype is torch.uint8
@@ -124,7 +124,7 @@ def test_dummy_matrices_are_codes_where_products_take_these(
 ) -> None:
     folder = make_tiny_target(tmp_path, "qwen3_moe", moe_intermediate_size=64)
     how = {"load_format": "dummy", "dtype": "bfloat16", "hf_overrides": {"quantization_config": stated}}
-    plan = plan_load(settings(folder, **how))
+    plan = resolve_config(settings(folder, **how))
 
     def layer_of(rank: int, ranks: int) -> tuple[QuantizedMatrix, PackedCodes]:
         layer = Checkpoints().target(plan, Sharding(plan.target, rank, ranks)).layer(0)
@@ -220,11 +220,11 @@ def test_an_overridden_yarn_applies_in_every_spelling_and_lengthens_sequences(
         overrides = {key: YARN}
         assert {mixer.rope.kind for mixer in read_model(folder, overrides).attentions} == {"yarn"}
         config = settings(folder, load_format="dummy", hf_overrides=overrides, max_model_len=512)
-        assert plan_load(config).max_model_len == 512
+        assert resolve_config(config).max_model_len == 512
         with pytest.raises(ConfigError, match=r"max_model_len=513 .*limit \(512"):
-            plan_load(replace(config, max_model_len=513))
+            resolve_config(replace(config, max_model_len=513))
     with pytest.raises(ConfigError, match=r"max_model_len=512 .*limit \(128"):
-        plan_load(settings(folder, load_format="dummy", max_model_len=512))
+        resolve_config(settings(folder, load_format="dummy", max_model_len=512))
 
 
 def test_an_override_that_repeats_a_value_is_accepted(pair: tuple[Path, Path]) -> None:

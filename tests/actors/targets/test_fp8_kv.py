@@ -14,8 +14,8 @@ import torch
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
-from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.memory_budget import affordable_pages, page_bytes
+from manta.actors.targets.loading.resolved_config import resolve_config
 from manta.cluster.errors import ConfigError
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
@@ -61,7 +61,7 @@ def test_kernels_round_every_value_as_the_definition(dtype: torch.dtype, scale: 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3", "gpt_oss"])
 def test_kernels_give_the_definitions_tokens_over_e4m3(tmp_path: Path, family: str) -> None:
     target = make_tiny_target(tmp_path / "target", family, seed=5)
-    hidden = plan_load(settings(target)).target.hidden_size
+    hidden = resolve_config(settings(target)).target.hidden_size
     drafter = make_tiny_drafter(tmp_path / "drafter", hidden_size=hidden)
     expected, _ = generate(target, None, "torch", kv_cache_dtype="fp8")
     got, stats = generate(target, drafter, "triton", kv_cache_dtype="fp8_e4m3")
@@ -73,7 +73,7 @@ def test_packed_experts_over_e4m3_give_the_definitions_tokens(tmp_path: Path) ->
     """gpt-oss as published, with MXFP4 experts, windows and sinks; drafts change nothing."""
     saved = make_tiny_target(tmp_path / "saved", "gpt_oss", seed=5)
     target = publish(saved, tmp_path / "published")
-    hidden = plan_load(settings(target)).target.hidden_size
+    hidden = resolve_config(settings(target)).target.hidden_size
     drafter = make_tiny_drafter(tmp_path / "drafter", hidden_size=hidden)
     expected, _ = generate(target, None, "torch", kv_cache_dtype="fp8")
     multiplied = set[type]()
@@ -113,7 +113,7 @@ def test_the_same_memory_holds_twice_the_tokens(tiny_qwen3: Path, tiny_drafter: 
     counts: dict[str, tuple[int, ...]] = {}
     for kept in ("auto", "fp8"):
         config = settings(tiny_qwen3, tiny_drafter, kv_cache_dtype=kept, **how)
-        plan = plan_load(config)
+        plan = resolve_config(config)
         counts[kept] = affordable_pages(plan, page_bytes(plan), None)
         runner, info = open_runner(tiny_qwen3, tiny_drafter, kv_cache_dtype=kept, **how)
         assert info.num_pages == counts[kept]

@@ -14,7 +14,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
-from manta.actors.targets.loading.load_plan import plan_load
+from manta.actors.targets.loading.resolved_config import resolve_config
 from manta.actors.targets.loading.weight_report import WeightCounts, describe_weights
 from manta.actors.targets.model.mlp_spec import MLP, ParallelMlpSpec, RoutedMLP
 from manta.actors.targets.model.mlp_weights import RoutedTensors
@@ -180,7 +180,7 @@ def test_greedy_tokens_are_those_of_transformers_on_the_dequantized_values(
 def test_a_plan_names_the_types_of_the_file(tmp_path: Path) -> None:
     saved = make_tiny_target(tmp_path / "saved", "llama")
     shown, _ = publish_gguf(saved, tmp_path / "published", "llama", ["Q8_0", "Q4_0"])
-    plan = plan_load(settings(shown, num_pages=80))
+    plan = resolve_config(settings(shown, num_pages=80))
     (said,) = describe_weights(plan, {"target": WeightCounts()})
     assert "target's checkpoint is quantized (gguf: Q4_0, Q8_0)" in said
     assert plan.doubts == ()

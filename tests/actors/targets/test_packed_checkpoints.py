@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.rank_loader import Checkpoints, load_runner, start_runner
+from manta.actors.targets.loading.resolved_config import resolve_config
 from manta.actors.targets.loading.weight_report import WeightCounts
 from manta.actors.targets.model.mlp_weights import DenseTensors, RoutedTensors
 from manta.actors.targets.model.tensor_parallel import Sharding
@@ -44,7 +44,7 @@ def tokens(folder: Path, **changes: object) -> list[list[int]]:
 
 
 def matrices(folder: Path) -> dict[str, torch.Tensor | QuantizedMatrix]:
-    plan = plan_load(settings(folder, **BF16))
+    plan = resolve_config(settings(folder, **BF16))
     assert plan.attention_backend == "compiled"
     layer = Checkpoints().target(plan, Sharding(plan.target, 0, 1)).layer(0)
     assert isinstance(layer.mlp, DenseTensors)
@@ -136,7 +136,7 @@ def test_experts_stay_packed_and_give_the_tokens_of_dequantized_ones(
     """Between compiled loops, in bf16, by the same kind of products."""
     sizes = {"num_hidden_layers": 2, "moe_intermediate_size": 64, "head_dim": 32}
     quantized, _ = publish(make_tiny_target(tmp_path / "saved", "qwen3_moe", **sizes), tmp_path, name)
-    plan = plan_load(settings(quantized, **{**BF16, "dtype": "auto"}))
+    plan = resolve_config(settings(quantized, **{**BF16, "dtype": "auto"}))
     assert (plan.attention_backend, plan.dtype) == ("torch", torch.bfloat16)
     expected = tokens_by_steps(start_runner(plan, Checkpoints(dequantizes=True))[0], PROMPTS, 8)
     with caplog.at_level(logging.INFO):
@@ -151,7 +151,7 @@ def test_ranks_cut_experts_at_groups_or_have_whole_ones(tmp_path: Path) -> None:
     saved = make_tiny_target(
         tmp_path / "saved", "qwen3_moe", num_hidden_layers=1, moe_intermediate_size=64, num_key_value_heads=4
     )
-    plan = plan_load(settings(publish(saved, tmp_path, "ct_w4a16_asymmetric")[0], **BF16))
+    plan = resolve_config(settings(publish(saved, tmp_path, "ct_w4a16_asymmetric")[0], **BF16))
 
     def down_of(rank: int, ranks: int) -> tuple[torch.Tensor, int]:
         mlp = Checkpoints().target(plan, Sharding(plan.target, rank, ranks)).layer(0).mlp
@@ -169,7 +169,7 @@ def test_ranks_cut_experts_at_groups_or_have_whole_ones(tmp_path: Path) -> None:
 def test_ranks_cut_codes_at_groups(name: str, tmp_path: Path) -> None:
     saved = make_tiny_target(tmp_path / "saved", "qwen3", num_hidden_layers=1, head_dim=32)
     quantized, _ = publish(saved, tmp_path, name)
-    plan = plan_load(settings(quantized, **BF16, tensor_parallel_size=2))
+    plan = resolve_config(settings(quantized, **BF16, tensor_parallel_size=2))
     whole = Checkpoints().target(plan, Sharding(plan.target, 0, 1)).layer(0)
     assert isinstance(whole.o_HO, QuantizedMatrix)
     parts = [Checkpoints().target(plan, Sharding(plan.target, rank, 2)).layer(0).o_HO for rank in (0, 1)]
@@ -200,7 +200,7 @@ def test_two_ranks_with_packed_weights_speculate_without_changing_a_token(
 def test_quantizing_what_is_quantized_is_refused(saved: Path, tmp_path: Path) -> None:
     quantized, _ = publish(saved, tmp_path, "ct_w4a16")
     with pytest.raises(ConfigError, match=r"='int8': .* quantized already .*Leave it out") as caught:
-        plan_load(settings(quantized, **BF16, quantization="int8"))
+        resolve_config(settings(quantized, **BF16, quantization="int8"))
     assert caught.value.param == "quantization"
 
 
@@ -215,7 +215,7 @@ def test_weights_of_integers_are_refused_where_they_cannot_be_computed(
     changes: dict[str, object], reason: str, saved: Path
 ) -> None:
     with pytest.raises(ConfigError, match=f"quantization='int4' {reason}") as caught:
-        plan_load(settings(saved, quantization="int4", **changes))
+        resolve_config(settings(saved, quantization="int4", **changes))
     assert caught.value.param == "quantization"
     changed = settings(saved, quantization="int4", **{**changes, "dtype": "auto"})
-    assert plan_load(changed).dtype is torch.bfloat16
+    assert resolve_config(changed).dtype is torch.bfloat16

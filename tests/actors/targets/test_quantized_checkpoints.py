@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from manta import LLM, SamplingParams
-from manta.actors.targets.loading.load_plan import plan_load
+from manta.actors.targets.loading.resolved_config import resolve_config
 from manta.actors.targets.loading.weight_report import WeightCounts, describe_weights
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, ConfigError
@@ -127,14 +127,14 @@ def test_a_layer_for_multi_token_prediction_in_16_bits_drafts_for_a_quantized_ta
 
 def test_a_plan_says_what_is_dequantized_and_what_is_not_used(saved: dict[str, Path], tmp_path: Path) -> None:
     quantized, _ = publish(saved["qwen3"], tmp_path, "modelopt_nvfp4")
-    plan = plan_load(settings(quantized, num_pages=80))
+    plan = resolve_config(settings(quantized, num_pages=80))
     (said,) = describe_weights(plan, {"target": WeightCounts()})
     assert "target's checkpoint is quantized (modelopt: NVFP4)" in said and "dequantized at load" in said
     of_activations, of_cache = plan.doubts
     assert "activations are not quantized here; 14 stored scales are not used" in of_activations
     assert "K and V are quantized by kv_cache_dtype alone; 2 stored scales" in of_cache
     dynamic, _ = publish(saved["qwen3"], tmp_path / "dynamic", "fp8_blocks")
-    (of_activations,) = plan_load(settings(dynamic, num_pages=80)).doubts
+    (of_activations,) = resolve_config(settings(dynamic, num_pages=80)).doubts
     assert of_activations.endswith("activations are not quantized here.")
 
 
@@ -175,12 +175,12 @@ def test_the_name_of_its_own_format_changes_nothing(tmp_path: Path, word: str, n
     drafter, _ = publish(make_tiny_drafter(tmp_path / "small"), tmp_path / "drafter", name)
     given = {"model": str(target), "quantization": word, "device": "cpu", **HOW}
     spec = {"model": str(drafter), "quantization": word}
-    plan = plan_load(EngineConfig.from_dict({**given, "speculative_config": spec}))
+    plan = resolve_config(EngineConfig.from_dict({**given, "speculative_config": spec}))
     named = plan.config.speculative_config
     assert named is not None and (plan.config.quantization, named.quantization) == (None, None)
     other = "gptq" if name == "awq" else "awq"
     with pytest.raises(ConfigError, match=f"quantization='{other}': the checkpoint is quantized as "):
-        plan_load(EngineConfig.from_dict({**given, "quantization": other}))
+        resolve_config(EngineConfig.from_dict({**given, "quantization": other}))
     if word != "fp8":
         with pytest.raises(ConfigError, match="the checkpoint is not quantized"):
-            plan_load(EngineConfig.from_dict({**given, "model": str(plain)}))
+            resolve_config(EngineConfig.from_dict({**given, "model": str(plain)}))

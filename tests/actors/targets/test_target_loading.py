@@ -16,7 +16,7 @@ from manta.actors.targets.loading import backend_selection as backends
 from manta.actors.targets.loading import cpu_autotune, rank_loader
 from manta.actors.targets.loading import memory_budget as memory
 from manta.actors.targets.loading import warmup as warm_up
-from manta.actors.targets.loading.rank_loader import load_runner, plan_load
+from manta.actors.targets.loading.rank_loader import load_runner, resolve_config
 from manta.actors.targets.model.weights import TargetWeights
 from manta.actors.targets.runners.cpu_runner import CpuModelRunner
 from manta.actors.targets.runners.runner_interface import Runner
@@ -95,7 +95,7 @@ def test_a_missing_checkpoint_is_named_with_its_field(
 ) -> None:
     config = settings(Path(name)) if field == "model" else settings(tiny_qwen3, Path(name))
     with pytest.raises(CheckpointError, match=message) as caught:
-        plan_load(config)
+        resolve_config(config)
     assert caught.value.param == field
     assert field in caught.value.message and name in caught.value.message
 
@@ -111,7 +111,7 @@ def test_a_folder_of_the_repository_is_found_from_anywhere(
 
 def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json does not exist.*Set `model`"):
-        plan_load(settings(tmp_path))
+        resolve_config(settings(tmp_path))
 
 
 @pytest.mark.parametrize("damage", ["cut short", "not safetensors", "missing", "shard missing"])
@@ -151,15 +151,15 @@ def test_sharded_files_load_as_one(tmp_path: Path) -> None:
 def test_a_tokenizer_of_another_model_is_refused(tiny_qwen3: Path, shipped_pair: tuple[Path, Path]) -> None:
     config = settings(tiny_qwen3, skip_tokenizer_init=False, tokenizer=str(shipped_pair[0]))
     with pytest.raises(CheckpointError, match=rf"token ids up to \d+.*vocab_size is {TINY_VOCAB}") as caught:
-        plan_load(config)
+        resolve_config(config)
     assert caught.value.param == "tokenizer"
 
 
 def test_drafts_per_step_default_to_the_block_size_minus_one(tiny_qwen3: Path, tiny_drafter: Path) -> None:
-    assert plan_load(settings(tiny_qwen3, tiny_drafter)).num_speculative_tokens == TINY_BLOCK - 1
+    assert resolve_config(settings(tiny_qwen3, tiny_drafter)).num_speculative_tokens == TINY_BLOCK - 1
     spec = {"model": str(tiny_drafter), "num_speculative_tokens": 4}
-    assert plan_load(settings(tiny_qwen3, speculative_config=spec)).num_speculative_tokens == 4
-    assert plan_load(settings(tiny_qwen3)).num_speculative_tokens == 0
+    assert resolve_config(settings(tiny_qwen3, speculative_config=spec)).num_speculative_tokens == 4
+    assert resolve_config(settings(tiny_qwen3)).num_speculative_tokens == 0
 
 
 TORCH = {"attention_backend": "torch", "device": "cpu"}
@@ -185,27 +185,27 @@ def test_settings_that_cannot_be_are_refused_by_name(
 ) -> None:
     spec = {"speculative_config": {"model": str(tiny_drafter), **of_drafter}} if of_drafter else {}
     with pytest.raises(ConfigError, match=words) as caught:
-        plan_load(settings(tiny_qwen3, **changes, **spec))
+        resolve_config(settings(tiny_qwen3, **changes, **spec))
     assert caught.value.param == ("speculative_config." if of_drafter else "") + name
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_device_is_refused(tiny_qwen3: Path) -> None:
     with pytest.raises(ConfigError, match=r'device="cuda".*no CUDA device') as caught:
-        plan_load(settings(tiny_qwen3, device="cuda"))
+        resolve_config(settings(tiny_qwen3, device="cuda"))
     assert caught.value.param == "device"
 
 
 def test_the_maximum_length_is_what_both_models_allow(
     tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path
 ) -> None:
-    assert plan_load(settings(tiny_qwen3, max_model_len=None)).max_model_len == 512
+    assert resolve_config(settings(tiny_qwen3, max_model_len=None)).max_model_len == 512
     short = changed(tiny_drafter, tmp_path / "copy", max_position_embeddings=200)
-    assert plan_load(settings(tiny_qwen3, short, max_model_len=None)).max_model_len == 200
+    assert resolve_config(settings(tiny_qwen3, short, max_model_len=None)).max_model_len == 200
     with pytest.raises(ConfigError, match=r"max_model_len=513.*the target's.*at most 512\."):
-        plan_load(settings(tiny_qwen3, tiny_drafter, max_model_len=513))
+        resolve_config(settings(tiny_qwen3, tiny_drafter, max_model_len=513))
     with pytest.raises(ConfigError, match=r"max_model_len=201.*the drafter's.*at most 200, or drop specul"):
-        plan_load(settings(tiny_qwen3, short, max_model_len=201))
+        resolve_config(settings(tiny_qwen3, short, max_model_len=201))
 
 
 def test_end_tokens_come_from_generation_config_first(tiny_qwen3: Path, tmp_path: Path) -> None:
@@ -223,12 +223,12 @@ def test_dtype_auto_on_a_cpu_is_bf16_if_native_and_exact(
     monkeypatch.setattr(cpu_autotune, "measured", lambda _: {})  # another test's engine may have timed them
     monkeypatch.setattr(backends, "rows_are_invariant", lambda *_, **__: invariant)
     native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    by_products = plan_load(settings(tiny_qwen3, dtype="auto", device="cpu")).dtype
+    by_products = resolve_config(settings(tiny_qwen3, dtype="auto", device="cpu")).dtype
     assert by_products is (torch.bfloat16 if native and invariant else torch.float32)
     monkeypatch.setattr(compiled_backend, "bf16_instructions", lambda: Instructions.AMX)
-    compiled = plan_load(settings(shipped_pair[0], dtype="auto", device="cpu"))
+    compiled = resolve_config(settings(shipped_pair[0], dtype="auto", device="cpu"))
     assert compiled.dtype is torch.bfloat16 and compiled.attention_backend == "compiled"
-    assert plan_load(settings(tiny_qwen3, device="cpu")).dtype is torch.float32
+    assert resolve_config(settings(tiny_qwen3, device="cpu")).dtype is torch.float32
 
 
 def test_gemma_3_is_computed_in_bf16_as_its_file_says_and_another_dtype_is_logged(
@@ -241,7 +241,7 @@ def test_gemma_3_is_computed_in_bf16_as_its_file_says_and_another_dtype_is_logge
 
     def chosen(name: str, **sizes: int) -> tuple[torch.dtype, str]:
         folder = make_tiny_target(tmp_path / name, "gemma3", **sizes)
-        plan = plan_load(
+        plan = resolve_config(
             settings(changed(folder, tmp_path / f"{name} bf16", dtype="bfloat16"), dtype="auto", device="cpu")
         )
         return plan.dtype, plan.attention_backend
@@ -254,7 +254,7 @@ def test_gemma_3_is_computed_in_bf16_as_its_file_says_and_another_dtype_is_logge
 
 def test_the_page_size_depends_on_the_device(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def page_size(**changes: object) -> int:
-        return plan_load(settings(tiny_qwen3, **changes)).page_size
+        return resolve_config(settings(tiny_qwen3, **changes)).page_size
 
     assert (page_size(device="cpu"), page_size(device="cpu", page_size=32)) == (16, 32)
     stand_in_gpu(monkeypatch)
@@ -265,7 +265,7 @@ def test_the_page_size_depends_on_the_device(tiny_qwen3: Path, monkeypatch: pyte
 
 def test_a_steps_rows_depend_on_the_device(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def rows(**changes: object) -> int:
-        return plan_load(settings(tiny_qwen3, **changes)).max_num_batched_tokens
+        return resolve_config(settings(tiny_qwen3, **changes)).max_num_batched_tokens
 
     assert (rows(device="cpu"), rows(device="cpu", max_num_batched_tokens=99)) == (2048, 99)
     h100, b300, a100, part, rtx = ((9, 79), (10, 268), (8, 79), (9, 39), (12, 31))
@@ -323,7 +323,7 @@ def test_a_start_says_what_memory_it_takes_and_warns_where_that_is_too_much(
 
 def test_planned_sizes_equal_loaded_sizes(tiny_qwen3: Path, tmp_path: Path) -> None:
     drafter = make_tiny_drafter(tmp_path / "drafter", block_size=8)
-    plan = plan_load(settings(tiny_qwen3, drafter))
+    plan = resolve_config(settings(tiny_qwen3, drafter))
     assert (plan.tap_ids, plan.split, plan.num_speculative_tokens) == ((0, 1, 2), False, 7)
     runner, info = load_runner(settings(tiny_qwen3, drafter))
     assert (info.max_model_len, info.vocab_size, info.device) == (plan.max_model_len, TINY_VOCAB, "cpu")
@@ -349,9 +349,9 @@ def test_an_impossible_compiled_pass_is_refused_before_a_weight_is_read(
     monkeypatch.setattr(compiled_backend, "bf16_instructions", lambda: Instructions.AMX)
     config = settings(tiny_qwen3, **{"dtype": "bfloat16", "attention_backend": "compiled", **changes})
     with pytest.raises(ConfigError, match=message) as caught:
-        plan_load(config)
+        resolve_config(config)
     assert caught.value.param == "attention_backend"
-    auto = plan_load(settings(tiny_qwen3, **{"dtype": "bfloat16", **changes}))
+    auto = resolve_config(settings(tiny_qwen3, **{"dtype": "bfloat16", **changes}))
     assert auto.attention_backend == "torch", "it is chosen by itself only where it runs"
 
 
@@ -384,7 +384,7 @@ def test_step_memory_is_measured_by_allocating_everything_once(
     for kind in (CpuModelRunner, GpuModelRunner):
         execute = kind.execute
         monkeypatch.setattr(kind, "execute", lambda *of, do=execute: steps.append(of[1]) or do(*of))
-    assert warm_up.measure_step_bytes(make_runner, plan_load(config)) == 75
+    assert warm_up.measure_step_bytes(make_runner, resolve_config(config)) == 75
     assert [step.num_rows.tolist() for step in steps] == [[6], [3, 3, 3], [2, 2, 2]]
     assert [step.num_drafts.max() for step in steps] == [0, 0, 1]
     assert [step.num_rows.tolist() for step in small_steps] == [[6], [2]]
@@ -440,7 +440,7 @@ def test_the_context_of_a_split_drafters_process_is_in_the_budget(
     tiny_qwen3: Path, tiny_drafter: Path, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = {"model": str(tiny_drafter), "placement": placement}
-    plan = replace(plan_load(settings(tiny_qwen3, speculative_config=spec)), device=torch.device("cuda"))
+    plan = replace(resolve_config(settings(tiny_qwen3, speculative_config=spec)), device=torch.device("cuda"))
     monkeypatch.setattr(rank_loader, "measure_step_bytes", lambda make, plan: 10**6)
     rank: Any = SimpleNamespace(_plan=plan)
     step_bytes = rank_loader._Rank._step_bytes(rank)

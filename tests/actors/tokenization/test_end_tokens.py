@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from manta import LLM, SamplingParams
-from manta.actors.targets.loading.load_plan import plan_load
+from manta.actors.targets.loading.resolved_config import resolve_config
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.actors.tokenization.tokenizer_config import TokenIds
 from manta.cluster.config import EngineConfig
@@ -67,14 +67,14 @@ def test_the_tokenizers_end_token_also_ends_an_answer(
     write(target, "config", eos_token_id=of_config)
     write(target, "generation_config", eos_token_id=of_generation)
     write(target, "tokenizer_config", eos_token=of_tokenizer)
-    assert plan_load(settings(target)).target.eos_token_ids == ends
-    alone = plan_load(settings(target, skip_tokenizer_init=True)).target.eos_token_ids
+    assert resolve_config(settings(target)).target.eos_token_ids == ends
+    alone = resolve_config(settings(target, skip_tokenizer_init=True)).target.eos_token_ids
     assert alone == ends[: len(alone)] and set(ends) - {*alone} <= {TURN}
 
 
 def test_an_end_token_in_the_padding_is_named_and_ends_an_answer(target: Path) -> None:
     write(target, "generation_config", eos_token_id=[END, PADDED - 1])
-    (doubt,) = plan_load(settings(target)).doubts
+    (doubt,) = resolve_config(settings(target)).doubts
     assert f"generation_config.json: eos_token_id names {PADDED - 1}, which is no token" in doubt
     schema = StructuredOutputsParams(json={"type": "boolean"})
     with LLM(**asdict(settings(target))) as llm:
@@ -94,11 +94,11 @@ def test_an_end_token_that_the_model_cannot_generate_is_refused_by_file_and_key(
     write(target, "generation_config", eos_token_id=None)
     write(target, name, eos_token_id=[END, token_id])
     with pytest.raises(CheckpointError, match=rf"/{name}\.json: eos_token_id=.* below vocab_size") as caught:
-        plan_load(settings(target))
+        resolve_config(settings(target))
     assert caught.value.param == "eos_token_id"
-    assert END in plan_load(settings(target, hf_overrides={"eos_token_id": END})).target.eos_token_ids
+    assert END in resolve_config(settings(target, hf_overrides={"eos_token_id": END})).target.eos_token_ids
     with pytest.raises(CheckpointError, match=r"hf_overrides: eos_token_id="):
-        plan_load(settings(target, hf_overrides={"eos_token_id": PADDED}))
+        resolve_config(settings(target, hf_overrides={"eos_token_id": PADDED}))
 
 
 def test_ids_in_config_files_equal_the_tokenizers(made: Path, shipped_pair: tuple[Path, Path]) -> None:

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta import LLM, SamplingParams, StructuredOutputsParams
 from manta.actors.checkpoints.checkpoint_paths import _HUB_FILES
-from manta.actors.targets.loading.load_plan import plan_load
+from manta.actors.targets.loading.resolved_config import resolve_config
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError
@@ -224,7 +224,7 @@ def test_a_tokenizer_with_too_many_tokens_is_refused_before_a_weight_is_read(tmp
     target = make_tiny_target(tmp_path, "deepseek_v3", vocab_size=FIRST_ADDED + 17)
     config = EngineConfig(model=str(write_kimi(target)), dtype="float32", max_model_len=64)
     with pytest.raises(CheckpointError, match=f"token ids up to {FIRST_ADDED + 17}, but.*{FIRST_ADDED + 17}"):
-        plan_load(config)
+        resolve_config(config)
 
 
 def test_the_publishers_code_is_downloaded_from_the_hub_and_found_by_name() -> None:

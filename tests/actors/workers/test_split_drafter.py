@@ -13,9 +13,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.memory_budget import page_bytes
 from manta.actors.targets.loading.operator_factory import make_backend
+from manta.actors.targets.loading.resolved_config import resolve_config
 from manta.actors.targets.model.tensor_parallel import SingleRank
 from manta.actors.targets.runners.cuda_graphs import LazyGraphs, PassKind, StepGraphs
 from manta.actors.workers.drafter import drafter_client as drafter_link
@@ -72,7 +72,7 @@ def test_what_one_rank_alone_computes_begins_no_collective(
     monkeypatch.setattr(TritonBackend, "_projection", chosen)  # as on a GPU
     monkeypatch.setattr(MeasuredChoice, "_read_or_measure", lambda *_: [False] * 3)
     spec = {"model": str(tiny_drafter), "placement": "split"}
-    plan = plan_load(settings(tiny_qwen3, attention_backend="triton", speculative_config=spec))
+    plan = resolve_config(settings(tiny_qwen3, attention_backend="triton", speculative_config=spec))
     assert plan.drafter is not None
     taps = torch.zeros(4, len(plan.tap_ids), plan.target.hidden_size)
     for rank in (0, 1):
@@ -290,7 +290,7 @@ def test_a_session_is_refused_if_pages_leave_no_memory_for_its_steps(
     spec = {"model": str(tiny_drafter), "num_speculative_tokens": 3}
     for seqs in (2, 4):
         config = settings(tiny_qwen3, speculative_config=spec, max_num_seqs=seqs, max_num_batched_tokens=64)
-        plan = replace(plan_load(config), device=torch.device("cuda"))
+        plan = replace(resolve_config(config), device=torch.device("cuda"))
         (size,) = page_bytes(plan, target=False)
         drafter_session._check_pages_fit(plan, (1,))
         fits = (given - reserved[-1]) // size

@@ -17,7 +17,7 @@ import torch
 from manta.actors.llm import LLM
 from manta.actors.system.atomic_files import rounded
 from manta.actors.system.host_resources import owned_cores
-from manta.actors.targets.loading.load_plan import LoadPlan, plan_load
+from manta.actors.targets.loading.resolved_config import ResolvedConfig, resolve_config
 from manta.actors.tokenization.prompts import load_tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
@@ -69,7 +69,7 @@ def run_compare(config: EngineConfig, options: CompareOptions) -> Figures:
         )
     rows = read_prompts(options.prompts, options.num_prompts)
     servers = [OpenAIServer(options.server, options.server_model)] if options.server else []
-    plan = plan_load(config)
+    plan = resolve_config(config)
     prompts = [token_ids for _, token_ids in encode_prompts(rows, load_tokenizer(config))]
     num_threads = config.num_threads or owned_cores()
     torch.set_num_threads(num_threads)
@@ -221,10 +221,12 @@ def _num_equal(answers: list[list[int]], reference: list[list[int]]) -> int:
     return sum(ours == theirs for ours, theirs in zip(answers, reference, strict=True))
 
 
-def _transformers_contenders(plan: LoadPlan, dtypes: Sequence[str]) -> tuple[HuggingFaceGenerate, DFlashLoop]:
-    assert plan.drafter_folder is not None, "run_compare checks that there is a drafter"
-    target = TransformersTarget(plan.target_folder, plan.device)
-    return HuggingFaceGenerate(target, dtypes), DFlashLoop(target, plan.drafter_folder, dtypes)
+def _transformers_contenders(
+    resolved: ResolvedConfig, dtypes: Sequence[str]
+) -> tuple[HuggingFaceGenerate, DFlashLoop]:
+    assert resolved.drafter_folder is not None, "run_compare checks that there is a drafter"
+    target = TransformersTarget(resolved.target_folder, resolved.device)
+    return HuggingFaceGenerate(target, dtypes), DFlashLoop(target, resolved.drafter_folder, dtypes)
 
 
 def _of_mode(engines: Mapping[tuple[str, str], LLM], mode: str) -> dict[str, LLM]:

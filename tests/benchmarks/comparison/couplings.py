@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from manta.actors.targets.loading.load_plan import plan_load
+from manta.actors.targets.loading.resolved_config import resolve_config
 from manta.actors.tokenization.prompts import load_tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
@@ -75,7 +75,7 @@ EQUAL, ALTERNATIVE = "equal noise", "equal noise, one alternative"
 @torch.inference_mode()
 def run_couplings(config: EngineConfig, options: CouplingOptions) -> Figures:
     """Measure, print a table, write the figures if requested, and return them."""
-    plan = plan_load(config)
+    plan = resolve_config(config)
     if plan.drafter_folder is None:
         raise ConfigError("speculative_config is missing: give --spec-model.", param="speculative_config")
     target = TransformersTarget(plan.target_folder, plan.device).load("float32")

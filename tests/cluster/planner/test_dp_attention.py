@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from manta.cluster.hardware.gpu_specs import GPUS, Gpu
 from manta.cluster.hardware.layer_shape import DeviceWork
-from manta.cluster.hardware.memory_plan import MAX_NUM_SEQS, MemoryPlan, plan_memory
+from manta.cluster.hardware.memory_estimate import MAX_NUM_SEQS, MemoryEstimate, estimate_memory
 from manta.cluster.hardware.model_pair import LayoutDemand, ModelPair
 from manta.cluster.hardware.model_shape import ModelShape
 from manta.cluster.hardware.parallel_layouts import ParallelLayout
@@ -81,8 +81,8 @@ def round_ms(pair: ModelPair, gpu: Gpu, batch: int, rows: int, context: int, way
     return 1e3 * (verified_s + draft_s + times.inject(drafted * rows if rows > 1 else 0).total_s)
 
 
-def memory(pair: ModelPair, gpu: Gpu, context: int) -> MemoryPlan:
-    return plan_memory(pair, gpu, LAYOUT, LayoutDemand(max_model_len=131072, context=context))
+def memory(pair: ModelPair, gpu: Gpu, context: int) -> MemoryEstimate:
+    return estimate_memory(pair, gpu, LAYOUT, LayoutDemand(max_model_len=131072, context=context))
 
 
 def tokens_of_dp(pair: ModelPair, gpu: Gpu, context: int) -> int:

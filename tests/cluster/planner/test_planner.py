@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.targets.families import FAMILIES, read_assistant, read_model
-from manta.actors.targets.loading.load_plan import LoadPlan, plan_models
 from manta.actors.targets.loading.memory_budget import page_bytes as engine_page_bytes
+from manta.actors.targets.loading.resolved_config import ResolvedConfig, resolve_models
 from manta.actors.targets.model.assistant import AssistantConfig
 from manta.actors.targets.model.model_spec import Axis, ModelSpec
 from manta.actors.targets.model.mtp import MtpConfig
@@ -23,7 +23,7 @@ from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import CheckpointError, ConfigError, PlacementError
 from manta.cluster.hardware.gpu_specs import GPUS, find_gpu
-from manta.cluster.hardware.memory_plan import PAGE_SIZE, kv_cache_layout, page_bytes, plan_memory
+from manta.cluster.hardware.memory_estimate import PAGE_SIZE, estimate_memory, kv_cache_layout, page_bytes
 from manta.cluster.hardware.model_pair import LayoutDemand, ModelPair
 from manta.cluster.hardware.parallel_layouts import TP_SIZES, ParallelLayout, layouts
 from manta.cluster.hardware.roofline import Roofline
@@ -66,23 +66,23 @@ def qwen(folders: Path) -> ReadPair:
     return read(folders, "Qwen3-8B", "Qwen3-8B-DFlash-b16", acceptance="6.5")
 
 
-def load_plan(
+def resolved_config(
     folder: Path,
     ranks: int = 1,
     spec: SpeculativeConfig | None = None,
     drafter: tuple[Path | None, Any] = (None, None),  # its folder and config
-) -> LoadPlan:
+) -> ResolvedConfig:
     """Return what the engine would load on each rank."""
     settings = {"device": "cpu", "dtype": "bfloat16", "page_size": PAGE_SIZE, "tensor_parallel_size": ranks}
     config = EngineConfig(model=str(folder), speculative_config=spec, **settings)  # type: ignore[arg-type]
-    return plan_models(config, folder, read_model(folder), *drafter, 32768)
+    return resolve_models(config, folder, read_model(folder), *drafter, 32768)
 
 
-def check_pages(pair: ModelPair, layout: ParallelLayout, plan: LoadPlan) -> KVCacheLayout:
+def check_pages(pair: ModelPair, layout: ParallelLayout, resolved: ResolvedConfig) -> KVCacheLayout:
     """Check that planned pages are the engine's, and return their layout."""
     pages = kv_cache_layout(pair, layout, 32768)
-    assert pages.groups == plan.pages.groups
-    assert page_bytes(pair, layout, pages, target=True) == engine_page_bytes(plan)
+    assert pages.groups == resolved.pages.groups
+    assert page_bytes(pair, layout, pages, target=True) == engine_page_bytes(resolved)
     return pages
 
 
@@ -105,7 +105,7 @@ def test_a_targets_own_layer_is_planned_as_the_engine_loads_it(folders: Path, na
     combine = ["mtp_combine"] * layer.num_layers
     loaded = rank_bytes(layer.model, Sharding(layer.model, 0, ranks), combine)
     assert pair.drafter_bytes(ranks) + pair.fc_bytes == pytest.approx(loaded, rel=2e-3)
-    plan = load_plan(folders / name, ranks, spec, (None, layer))
+    plan = resolved_config(folders / name, ranks, spec, (None, layer))
     check_pages(pair, layout, plan)
     assert len(pair.survival) == plan.num_speculative_tokens
 
@@ -154,7 +154,7 @@ def test_an_assistant_is_planned_as_the_engine_loads_it(folders: Path, tmp_path:
     beside = ["pre_projection", "post_projection", "embedding"]
     loaded = rank_bytes(assistant.model, Sharding(assistant.model, 0, ranks), beside)
     assert pair.drafter_bytes(ranks) + pair.fc_bytes == pytest.approx(loaded, rel=2e-3)
-    plan = load_plan(folders / name, ranks, spec, (tmp_path, assistant))
+    plan = resolved_config(folders / name, ranks, spec, (tmp_path, assistant))
     layout = ParallelLayout(ranks, "colocated", 1)
     assert check_pages(pair, layout, plan).drafter == plan.pages.drafter
     assert pair.num_drafts == plan.num_speculative_tokens
@@ -216,12 +216,14 @@ def rank_bytes(spec: ModelSpec, sharding: Sharding, beside_layers: Sequence[str]
 
 @pytest.mark.parametrize(("name", "ranks"), list(zip(SERVED, cycle((1, 4)))))
 def test_planned_pages_are_as_large_as_the_engines(folders: Path, name: str, ranks: int) -> None:
-    check_pages(read(folders, name).pair, ParallelLayout(ranks, None, 1), load_plan(folders / name, ranks))
+    check_pages(
+        read(folders, name).pair, ParallelLayout(ranks, None, 1), resolved_config(folders / name, ranks)
+    )
 
 
 def test_a_colocated_drafters_pages_count(folders: Path, qwen: ReadPair) -> None:
     drafter = DrafterConfig.load(folders / "Qwen3-8B-DFlash-b16")
-    plan = load_plan(folders / "Qwen3-8B", 1, SpeculativeConfig(model="drafter"), (folders, drafter))
+    plan = resolved_config(folders / "Qwen3-8B", 1, SpeculativeConfig(model="drafter"), (folders, drafter))
     pages = check_pages(qwen.pair, ParallelLayout(1, "colocated", 1), plan)
     shared = page_bytes(qwen.pair, ParallelLayout(1, "shared", 7), pages, target=False)
     assert shared == tuple(7 * size for size in engine_page_bytes(plan, target=False))
@@ -229,7 +231,7 @@ def test_a_colocated_drafters_pages_count(folders: Path, qwen: ReadPair) -> None
 
 def test_qwen3_8b_fits_one_h200_and_a_plain_step_reads_its_weights(qwen: ReadPair) -> None:
     layout = ParallelLayout(1, None, 1)
-    room = plan_memory(qwen.pair, H200, layout, DEMAND)
+    room = estimate_memory(qwen.pair, H200, layout, DEMAND)
     assert room.weights_bytes == pytest.approx(16.38e9, rel=1e-3)
     assert 700_000 < room.kv_tokens < 800_000  # (125.8 - 15.3 - 4.3 GiB) / 144 KiB
     spent = StepTimes(qwen.pair, H200, layout).verify(1, 1, 1024)
@@ -303,9 +305,11 @@ def test_an_overlong_sequence_is_refused_with_the_length_that_fits(folders: Path
     assert isinstance(misfit, LayoutMisfit)
     fits = int(misfit.error.message.partition("at most ")[2].partition(",")[0])
     assert misfit.error.param == "max_model_len"
-    assert plan_memory(pair, H100, ParallelLayout(2, None, 4), replace(long, max_model_len=fits, context=64))
+    assert estimate_memory(
+        pair, H100, ParallelLayout(2, None, 4), replace(long, max_model_len=fits, context=64)
+    )
     with pytest.raises(PlacementError):
-        plan_memory(
+        estimate_memory(
             pair, H100, ParallelLayout(2, None, 4), replace(long, max_model_len=fits + PAGE_SIZE, context=64)
         )
 
@@ -319,7 +323,7 @@ def test_layers_with_a_window_leave_memory_for_more_sequences(folders: Path) -> 
         ),
     )
     demand = LayoutDemand(max_model_len=131072, context=32768)
-    sliding, seeing_all = (plan_memory(p, H200, ParallelLayout(1, None, 1), demand) for p in (pair, full))
+    sliding, seeing_all = (estimate_memory(p, H200, ParallelLayout(1, None, 1), demand) for p in (pair, full))
     assert sliding.largest_batch > 2 * seeing_all.largest_batch
 
 

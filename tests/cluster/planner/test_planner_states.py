@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 from manta.actors.targets.families import read_model
-from manta.actors.targets.loading.load_plan import LoadPlan, plan_models
 from manta.actors.targets.loading.memory_budget import (
     affordable_pages,
     affordable_states,
     page_bytes,
     state_bytes,
 )
+from manta.actors.targets.loading.resolved_config import ResolvedConfig, resolve_models
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.hardware.gpu_specs import GPUS
 from manta.cluster.hardware.layer_shape import LayerShape
-from manta.cluster.hardware.memory_plan import MAX_NUM_SEQS, plan_memory
+from manta.cluster.hardware.memory_estimate import MAX_NUM_SEQS, estimate_memory
 from manta.cluster.hardware.model_pair import LayoutDemand, ModelPair
 from manta.cluster.hardware.model_shape import ModelShape
 from manta.cluster.hardware.parallel_layouts import ParallelLayout
@@ -37,10 +37,10 @@ DEMAND = LayoutDemand(max_model_len=32768, context=4096)
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> LoadPlan:
+def plan(tmp_path_factory: pytest.TempPathFactory) -> ResolvedConfig:
     folder = make_tiny_target(tmp_path_factory.mktemp("target"), "qwen3_5")
     config = EngineConfig(model=str(folder), device="cpu", dtype="bfloat16", max_num_seqs=6)
-    return plan_models(config, folder, read_model(folder), None, None, 256)
+    return resolve_models(config, folder, read_model(folder), None, None, 256)
 
 
 def test_a_27b_has_the_weights_and_states_of_its_card() -> None:
@@ -53,30 +53,30 @@ def test_a_27b_has_the_weights_and_states_of_its_card() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_states_are_as_large_as_the_loaders(plan: LoadPlan, ranks: int) -> None:
-    config = replace(plan.config, tensor_parallel_size=ranks)
-    mine = replace(plan, config=config, num_speculative_tokens=7)
-    assert target_shape(plan.target).rank(ranks).state_bytes(7) == state_bytes(mine)
+def test_states_are_as_large_as_the_loaders(resolved: ResolvedConfig, ranks: int) -> None:
+    config = replace(resolved.config, tensor_parallel_size=ranks)
+    mine = replace(resolved, config=config, num_speculative_tokens=7)
+    assert target_shape(resolved.target).rank(ranks).state_bytes(7) == state_bytes(mine)
 
 
-def test_states_take_at_most_half_of_the_memory_for_pages_and_states(plan: LoadPlan) -> None:
-    each = state_bytes(plan)
-    assert affordable_states(plan, 1000 * each) == 12  # two for each request
-    assert affordable_states(plan, 10 * each) == 5
-    assert affordable_states(replace(plan, config=replace(plan.config, num_states=3)), 10 * each) == 3
-    sizes = page_bytes(plan)
-    assert affordable_pages(plan, sizes, 40 * sizes[0] + 5 * each, 5 * each) == (40,)
+def test_states_take_at_most_half_of_the_memory_for_pages_and_states(resolved: ResolvedConfig) -> None:
+    each = state_bytes(resolved)
+    assert affordable_states(resolved, 1000 * each) == 12  # two for each request
+    assert affordable_states(resolved, 10 * each) == 5
+    assert affordable_states(replace(resolved, config=replace(resolved.config, num_states=3)), 10 * each) == 3
+    sizes = page_bytes(resolved)
+    assert affordable_pages(resolved, sizes, 40 * sizes[0] + 5 * each, 5 * each) == (40,)
     with pytest.raises(ConfigError, match=f"next to {5 * each} bytes of recurrent states"):
-        affordable_pages(plan, sizes, 5 * each + sizes[0], 5 * each)
+        affordable_pages(resolved, sizes, 5 * each + sizes[0], 5 * each)
 
 
 def test_requests_with_states_leave_room_for_fewer_of_them() -> None:
-    room = plan_memory(PAIR, GPUS["h200"], ONE, DEMAND)
+    room = estimate_memory(PAIR, GPUS["h200"], ONE, DEMAND)
     assert room.state_bytes == 2 * QWEN_27B.state_bytes(0) and room.num_states == 2 * room.max_num_seqs
     each, free = DEMAND.context * QWEN_27B.kv_bytes, room.kv_bytes + room.max_num_seqs * room.state_bytes
     assert room.largest_batch == free // (each + room.state_bytes) < MAX_NUM_SEQS
     no_states = replace(PAIR, target=replace(QWEN_27B, layers=(FULL,) * 64))
-    assert plan_memory(no_states, GPUS["h200"], ONE, DEMAND).num_states is None
+    assert estimate_memory(no_states, GPUS["h200"], ONE, DEMAND).num_states is None
 
 
 def test_a_step_reads_and_writes_each_state_once_however_long_its_context() -> None:
@@ -88,7 +88,7 @@ def test_a_step_reads_and_writes_each_state_once_however_long_its_context() -> N
 
 
 def test_a_simulated_engine_has_the_planned_states() -> None:
-    room = replace(plan_memory(PAIR, GPUS["h200"], ONE, DEMAND), largest_batch=2)
+    room = replace(estimate_memory(PAIR, GPUS["h200"], ONE, DEMAND), largest_batch=2)
     engine = simulated_engine(PAIR, room, DEMAND, lambda plan: StepTimings(verify_s=1e-3)).engine
     engine.add_request(simulated_request(0, 100, 5))
     engine.step()

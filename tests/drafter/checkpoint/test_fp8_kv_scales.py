@@ -11,8 +11,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.rank_loader import Checkpoints, load_runner
+from manta.actors.targets.loading.resolved_config import resolve_config
 from manta.actors.targets.model.mtp import MtpConfig
 from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.cluster.errors import CheckpointError
@@ -40,13 +40,13 @@ FP8 = {"kv_cache_dtype": "fp8", "attention_backend": "torch", "num_pages": 80}
 
 
 def scales_of(folder: Path, **changes: object) -> list[KVScales]:
-    plan = plan_load(settings(folder, **{**FP8, **changes}))
+    plan = resolve_config(settings(folder, **{**FP8, **changes}))
     return Checkpoints().target(plan, Sharding(plan.target, 0, 1)).kv_scales()
 
 
 def doubts_of(folder: Path, **changes: object) -> list[str]:
     """Return what a plan says about K and V."""
-    doubts = plan_load(settings(folder, **{**FP8, **changes})).doubts
+    doubts = resolve_config(settings(folder, **{**FP8, **changes})).doubts
     return [doubt for doubt in doubts if "K and V" in doubt]
 
 
@@ -131,9 +131,9 @@ def test_scales_that_cannot_be_used_are_refused_before_a_weight_is_read(
     quantized: Path, pair: tuple[float | torch.Tensor, ...], message: str, tmp_path: Path
 ) -> None:
     scaled = with_kv_scales(quantized, tmp_path / "scaled", scales=[pair] * 4)
-    plan_load(settings(scaled, **{**FP8, "kv_cache_dtype": "auto"}))
+    resolve_config(settings(scaled, **{**FP8, "kv_cache_dtype": "auto"}))
     with pytest.raises(CheckpointError, match=message):
-        plan_load(settings(scaled, **FP8))
+        resolve_config(settings(scaled, **FP8))
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
@@ -158,7 +158,7 @@ def test_a_layer_for_multi_token_prediction_has_scales_of_its_own(tmp_path: Path
     scales = {f"{at}.k_scale": torch.tensor(0.25), f"{at}.v_scale": torch.tensor(0.0017)}
     save_file({**load_file(folder / "model.safetensors"), **scales}, folder / "model.safetensors")
     spec = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
-    plan = plan_load(settings(folder, **FP8, speculative_config=spec))
+    plan = resolve_config(settings(folder, **FP8, speculative_config=spec))
     assert isinstance(plan.drafter, MtpConfig) and not any("K and V" in doubt for doubt in plan.doubts)
     assert {*scales_of(folder)} == {UNSCALED}
     runner, _ = load_runner(plan.config)
@@ -189,7 +189,7 @@ def test_a_drafters_scales_are_used_and_change_no_token(
     cache = runner.drafts._proposer.cache  # type: ignore[attr-defined]
     expected = [KVScales(*torch.tensor(SCALES[layer % 2]).tolist()) for layer in range(count)]
     assert [cache.scales(layer) for layer in range(cache.num_layers)] == expected and count
-    assert not any("K and V" in doubt for doubt in plan_load(config).doubts)
+    assert not any("K and V" in doubt for doubt in resolve_config(config).doubts)
     (doubt,) = doubts_of(tiny_qwen3, kv_cache_dtype="auto", speculative_config=spec)
     assert f"{2 * count} stored scales are not used" in doubt
     plain, _ = generate(tiny_qwen3, None, "torch", kv_cache_dtype="fp8")

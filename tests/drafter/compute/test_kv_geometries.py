@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from manta.actors.targets.families.shared.llama_like import TENSORS
-from manta.actors.targets.loading.load_plan import plan_models
 from manta.actors.targets.loading.memory_budget import affordable_pages, page_bytes
+from manta.actors.targets.loading.resolved_config import resolve_models
 from manta.actors.targets.model.attention import TargetAttention
 from manta.actors.targets.model.decoder import Decoder
 from manta.actors.targets.model.mlp_spec import GatedMLP
@@ -178,7 +178,7 @@ def test_layers_of_several_geometries_attend_like_full_attention(backend: str, n
 @pytest.mark.parametrize("name", SPECS)
 def test_page_bytes_count_all_of_a_page(name: str) -> None:
     spec = SPECS[name]
-    plan = plan_models(settings(Path("none")), Path("none"), spec, None, None, MAX_LEN)
+    plan = resolve_models(settings(Path("none")), Path("none"), spec, None, None, MAX_LEN)
     weights = TargetWeights(
         RandomSpecTensors(spec), spec, Sharding(spec, 0, 1), torch.float32, torch.device("cpu")
     )

@@ -20,15 +20,15 @@ from manta.drafter.compute.block_weights import AttentionShape
 from manta.drafter.compute.cpu_numba.backend import NumbaBackend
 from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.attention import mla as latent
-from manta.drafter.compute.gpu_triton.attention import mla_prefill_plan as expansion
+from manta.drafter.compute.gpu_triton.attention import mla_prefill_work as expansion
 from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
     AttentionWorkspace,
+    choose_tiles,
     list_work,
-    plan_tiles,
     rows_from_host,
 )
 from manta.drafter.compute.gpu_triton.attention.mla import latent_kind
-from manta.drafter.compute.gpu_triton.attention.mla_prefill_plan import (
+from manta.drafter.compute.gpu_triton.attention.mla_prefill_work import (
     Expansion,
     ExpansionWorkspace,
     find_expansion,
@@ -305,7 +305,7 @@ def test_head_tiles_fit_the_registers(tile_rows: int | None, heads: list[int]) -
     kinds = [latent_kind(num_heads, 512, torch.bfloat16, 64, **tiles) for num_heads in (8, 64, 128, 12)]
     assert [kind.num_heads // kind.num_kv_heads for kind in kinds] == heads
     if tile_rows is not None:
-        assert [plan_tiles(kind, 16).block_rows for kind in kinds] == [tile_rows] * 4
+        assert [choose_tiles(kind, 16).block_rows for kind in kinds] == [tile_rows] * 4
     assert latent_kind(64, 512, torch.bfloat16, 64, batch_invariant=True).num_kv_heads == 4
 
 

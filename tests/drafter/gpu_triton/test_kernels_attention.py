@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from manta.actors.targets.loading.backend_selection import choose_backend
-from manta.actors.targets.loading.load_plan import kv_dtype
+from manta.actors.targets.loading.resolved_config import kv_dtype
 from manta.cluster.config import EngineConfig
 from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.drafter.compute.backend import DeviceCapabilities, Feature, ModelStackSpec
@@ -32,8 +32,8 @@ from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
     PagedRows,
     TreeRows,
     WorkList,
+    choose_tiles,
     list_work,
-    plan_tiles,
 )
 from manta.drafter.compute.gpu_triton.attention.norm_rope_kv_write import norm_rotate_write
 from manta.drafter.compute.gpu_triton.attention.paged_attention import verify_attention
@@ -391,7 +391,7 @@ def test_in_invariant_mode_splits_equal_dense_attention(short_splits):
 
 def test_the_invariant_tiles_follow_from_the_model_alone():
     kind = AttentionKind(32, 8, 128, 128, torch.bfloat16, 64)
-    plans = {plan_tiles(kind, rows, batch_invariant=True) for rows in (1, 16, 2048)}
+    plans = {choose_tiles(kind, rows, batch_invariant=True) for rows in (1, 16, 2048)}
     assert [(plan.block_rows, plan.block_keys, plan.num_warps) for plan in plans] == [(64, 32, 8)]
 
 
@@ -423,11 +423,11 @@ class Cut:
         self.pieces = values[2 : 3 + count].diff().tolist()
         self.items = kv_heads * sum(self.pieces)
         assert values[2] == 0
-        tiles = -(-rows // self.work.plan.tile_tokens)
+        tiles = -(-rows // self.work.tiles.tile_tokens)
         shared = torch.tensor([n * (n > tiles) for n in self.pieces]).cumsum(0).tolist()
         assert values[3 + count :].tolist() == [0, *shared[:-1]]
         slots_needed = kv_heads * shared[-1]
-        assert slots_needed <= self.workspace.num_slots(self.work.plan.block_rows), "the workspace holds it"
+        assert slots_needed <= self.workspace.num_slots(self.work.tiles.block_rows), "the workspace holds it"
         assert slots_needed <= len(self.workspace.arrived)
 
 
@@ -475,7 +475,7 @@ def test_there_are_no_more_programs_than_possible_work():
 
 def test_tiles_are_as_high_as_the_rows_of_a_group_need_and_registers_hold():
     def height(rows, heads, kv_heads, dim, dtype=torch.bfloat16):
-        plan = plan_tiles(AttentionKind(heads, kv_heads, dim, dim, dtype, 64), rows)
+        plan = choose_tiles(AttentionKind(heads, kv_heads, dim, dim, dtype, 64), rows)
         return plan.block_rows, -(-rows // plan.tile_tokens)
 
     assert height(16, 32, 8, 128) == (64, 1)

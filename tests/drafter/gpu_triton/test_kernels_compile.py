@@ -227,7 +227,7 @@ SHAPES: dict[str, list[Shape]] = {
         Shape("_add_up", layers.route),
     ],
     "compute.gpu_triton.attention.mla": [Shape("_norm_rotate_write_latents", layers.write_latents)],
-    "compute.gpu_triton.attention.mla_prefill_plan": [
+    "compute.gpu_triton.attention.mla_prefill_work": [
         Shape("_gather_latents", layers.expanded_latents(8)),
         Shape("_gather_latents", layers.expanded_latents(8, FP32)),
         Shape("_gather_latents", layers.expanded_latents(8, kv=E4M3)),

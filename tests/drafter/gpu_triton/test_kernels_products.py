@@ -17,7 +17,7 @@ import torch
 from manta.drafter.compute.gpu_triton.common.element_ops import gate
 from manta.drafter.compute.gpu_triton.linear.fp8_linear import QuantisedProjection, QuantisedWeight
 from manta.drafter.compute.gpu_triton.linear.gemm_choice import MeasuredChoice
-from manta.drafter.compute.gpu_triton.linear.gemm_tiles import ProductWorkspace, plan_product
+from manta.drafter.compute.gpu_triton.linear.gemm_tiles import ProductWorkspace, choose_tiling
 from manta.drafter.compute.gpu_triton.linear.packed_codes import MAX_OWN_ROWS
 from manta.drafter.compute.gpu_triton.linear.projections import (
     ChosenProjection,
@@ -98,7 +98,7 @@ def test_rows_and_residual_may_be_slices_or_empty():
 def test_splits_are_added_in_order_by_the_last_or_a_single_program(dtype: torch.dtype):
     inputs = 520 if dtype is torch.float32 else 2100
     product = Product(17, inputs, 70, dtype, bias=True)
-    plan = plan_product(70, inputs, dtype)
+    plan = choose_tiling(70, inputs, dtype)
     assert plan.splits > 2 and plan.splits * plan.split_tiles * plan.step > inputs, "the last is not whole"
 
     def run(x_NK: Tensor, tile: int) -> tuple[Tensor, Tensor]:
@@ -142,7 +142,7 @@ def test_in_one_tile_a_rows_bits_do_not_depend_on_its_batch(dtype: torch.dtype, 
 def test_the_split_of_a_weight_keeps_every_multiprocessor_busy(name: str, processors: int):
     """Two programs for nearly each, and most of the steps of a perfect division, on an H100 and a B200."""
     outputs, inputs, gated = QWEN3_8B[name]
-    plan = plan_product(outputs, inputs, torch.bfloat16, gated=gated, processors=processors)
+    plan = choose_tiling(outputs, inputs, torch.bfloat16, gated=gated, processors=processors)
     programs = plan.tiles * plan.splits
     assert programs >= 1.89 * processors
     if processors == 132:
@@ -153,9 +153,9 @@ def test_the_split_of_a_weight_keeps_every_multiprocessor_busy(name: str, proces
 
 def test_a_small_weight_is_split_further_to_use_more_multiprocessors():
     """gpt-oss's output projection on one of eight ranks has 45 tiles of 4 steps."""
-    plan = plan_product(2880, 512, torch.bfloat16)
+    plan = choose_tiling(2880, 512, torch.bfloat16)
     assert (plan.tiles, plan.splits, plan.split_tiles) == (45, 2, 2)
-    assert plan_product(2880 * 4, 512, torch.bfloat16).splits == 1
+    assert choose_tiling(2880 * 4, 512, torch.bfloat16).splits == 1
 
 
 def test_products_are_planned_for_the_devices_multiprocessors():

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.memory_budget import page_bytes
 from manta.actors.targets.loading.rank_loader import load_runner
+from manta.actors.targets.loading.resolved_config import resolve_config
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError
 from manta.cluster.request.request import SamplingParams
@@ -135,7 +135,7 @@ def test_two_ranks_read_their_heads_of_the_target(
 
 
 def test_a_draft_window_limits_what_the_full_layer_sees(gemma4: Path, assistant: Path) -> None:
-    plan = plan_load(assisted(gemma4, assistant, {"draft_window": 4}))
+    plan = resolve_config(assisted(gemma4, assistant, {"draft_window": 4}))
     assert plan.drafter is not None and [layer.window for layer in plan.drafter.layers] == [4, 4, 4]
     limited, whole = (Served(assisted(gemma4, assistant, {"draft_window": window})) for window in (4, 0))
     assert limited.tokens(PROMPTS, WARM) == whole.tokens(PROMPTS, WARM)
@@ -145,15 +145,15 @@ def test_a_draft_window_limits_what_the_full_layer_sees(gemma4: Path, assistant:
 
 
 def test_it_takes_no_pages_but_a_state_for_each(gemma4: Path, assistant: Path) -> None:
-    plan = plan_load(assisted(gemma4, assistant))
+    plan = resolve_config(assisted(gemma4, assistant))
     (with_assistant,), (without,) = page_bytes(plan), page_bytes(plan, drafter=False)
     assert with_assistant - without == 72 * 4
-    assert plan.pages.groups == plan_load(settings(gemma4, page_size=8)).pages.groups
+    assert plan.pages.groups == resolve_config(settings(gemma4, page_size=8)).pages.groups
     assert plan.drafter is not None and [layer.window for layer in plan.drafter.layers] == [8, 8, None]
 
 
 def test_the_classes_of_12b_are_read(gemma4: Path, tmp_path: Path) -> None:
-    plan = plan_load(assisted(gemma4, make_assistant(tmp_path, gemma4, unified=True)))
+    plan = resolve_config(assisted(gemma4, make_assistant(tmp_path, gemma4, unified=True)))
     assert plan.num_speculative_tokens == NUM_DRAFTS
 
 
@@ -180,15 +180,15 @@ def test_an_assistant_of_another_target_is_refused(
     changes: dict, message: str, gemma4: Path, assistant: Path
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        plan_load(assisted(gemma4, assistant, {"hf_overrides": changes}, load_format="dummy"))
+        resolve_config(assisted(gemma4, assistant, {"hf_overrides": changes}, load_format="dummy"))
 
 
 def test_other_targets_and_missing_tensors_are_refused(
     gemma4: Path, assistant: Path, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match="backbone_hidden_size=72 is not the target's"):
-        plan_load(assisted(tiny_qwen3, assistant))
+        resolve_config(assisted(tiny_qwen3, assistant))
     deeper = changed(assistant, tmp_path / "deeper")
     (deeper / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="deeper"):
-        plan_load(assisted(gemma4, deeper))
+        resolve_config(assisted(gemma4, deeper))

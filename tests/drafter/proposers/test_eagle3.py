@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from manta.actors.targets.loading.load_plan import plan_load
+from manta.actors.targets.loading.resolved_config import resolve_config
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError
 from manta.cluster.request.request import SamplingParams
@@ -108,7 +108,7 @@ def test_the_drafter_can_be_replaced(tiny_qwen3: Path, folder: Path, tmp_path: P
 def test_page_sizes_include_the_features(tiny_qwen3: Path, folder: Path) -> None:
     from manta.actors.targets.loading.memory_budget import page_bytes
 
-    plan = plan_load(eagle3(tiny_qwen3, folder))
+    plan = resolve_config(eagle3(tiny_qwen3, folder))
     per_token = 2 * 2 * 16 * 4  # keys and values of two heads, fp32
     (with_drafter,), (without,) = page_bytes(plan), page_bytes(plan, drafter=False)
     assert with_drafter - without == 8 * per_token + 64 * 4
@@ -162,16 +162,16 @@ def test_published_configs_of_one_drafter_are_read_the_same(tmp_path: Path) -> N
 
 def test_a_chain_drafter_is_recognized(tiny_qwen3: Path, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match='method="eagle3"'):
-        plan_load(settings(tiny_qwen3, speculative_config={"model": str(folder)}))
+        resolve_config(settings(tiny_qwen3, speculative_config={"model": str(folder)}))
     nested = write_drafter(tmp_path, sglang())
     with pytest.raises(CheckpointError, match='method="eagle3"'):
-        plan_load(settings(tiny_qwen3, speculative_config={"model": str(nested)}))
+        resolve_config(settings(tiny_qwen3, speculative_config={"model": str(nested)}))
 
 
 def test_a_block_drafter_is_recognized(tiny_qwen3: Path, tiny_drafter: Path) -> None:
     with pytest.raises(CheckpointError, match=r'architectures=.*method="dflash"'):
-        plan_load(eagle3(tiny_qwen3, tiny_drafter))
+        resolve_config(eagle3(tiny_qwen3, tiny_drafter))
 
 
 def test_the_training_length_is_no_limit(tiny_qwen3: Path, folder: Path) -> None:
-    assert EAGLE3_BLOCK["max_position_embeddings"] < plan_load(eagle3(tiny_qwen3, folder)).max_model_len
+    assert EAGLE3_BLOCK["max_position_embeddings"] < resolve_config(eagle3(tiny_qwen3, folder)).max_model_len

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from manta.actors.targets.families import read_model
-from manta.actors.targets.loading.load_plan import plan_load
 from manta.actors.targets.loading.memory_budget import page_bytes
 from manta.actors.targets.loading.rank_loader import load_runner
+from manta.actors.targets.loading.resolved_config import resolve_config
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.cluster.request.request import SamplingParams
@@ -186,34 +186,34 @@ def test_two_ranks_shard_the_layer_and_return_the_plain_tokens(
 
 
 def test_page_sizes_include_the_layers_latents_and_features(target_of) -> None:
-    plan = plan_load(mtp(target_of("deepseek_v3")))
+    plan = resolve_config(mtp(target_of("deepseek_v3")))
     (with_layer,), (without,) = page_bytes(plan), page_bytes(plan, drafter=False)
     assert with_layer - without == 8 * (32 + 8) * 4 + 64 * 4
     assert plan.num_speculative_tokens == NUM_DRAFTS and plan.tap_ids == (3,)
     config = mtp(target_of("deepseek_v3"))
     spec = replace(config.speculative_config, num_speculative_tokens=None)
-    assert plan_load(replace(config, speculative_config=spec)).num_speculative_tokens == 3
+    assert resolve_config(replace(config, speculative_config=spec)).num_speculative_tokens == 3
 
 
 def test_there_are_at_most_as_many_drafts_as_layers(three_layers: Path) -> None:
-    plan = plan_load(mtp(three_layers))
+    plan = resolve_config(mtp(three_layers))
     geometry = plan.drafter.kv_geometry
     with_layers, without = sum(page_bytes(plan)), sum(page_bytes(plan, drafter=False))
     assert with_layers - without == 3 * (8 * geometry.width + 64) * 4
     default = replace(plan.config.speculative_config, num_speculative_tokens=None)
-    assert plan_load(replace(plan.config, speculative_config=default)).num_speculative_tokens == 3
+    assert resolve_config(replace(plan.config, speculative_config=default)).num_speculative_tokens == 3
     more = replace(plan.config.speculative_config, num_speculative_tokens=4)
     with pytest.raises(ConfigError, match=r"=4 is more than .*: each of its 3 layers makes one"):
-        plan_load(replace(plan.config, speculative_config=more))
+        resolve_config(replace(plan.config, speculative_config=more))
 
 
 def test_targets_without_the_layer_are_refused_by_name(target_of, tiny_qwen3: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='"mtp": Qwen3ForCausalLM has no layer for multi-token'):
-        plan_load(mtp(tiny_qwen3))
+        resolve_config(mtp(tiny_qwen3))
     with pytest.raises(ConfigError, match=r"or its config\.json says that it has none"):
-        plan_load(mtp(make_tiny_target(tmp_path / "without", "glm4_moe")))
+        resolve_config(mtp(make_tiny_target(tmp_path / "without", "glm4_moe")))
     with pytest.raises(CheckpointError, match=r"holds no mtp\.fc\.weight: .* published without"):
-        plan_load(mtp(make_tiny_target(tmp_path / "stripped", "qwen3_5")))
+        resolve_config(mtp(make_tiny_target(tmp_path / "stripped", "qwen3_5")))
 
 
 def test_a_missing_tensor_of_the_layer_is_named(target_of, tmp_path: Path) -> None:
@@ -222,5 +222,5 @@ def test_a_missing_tensor_of_the_layer_is_named(target_of, tmp_path: Path) -> No
     del tensors["model.layers.4.self_attn.q_norm.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"model.layers.4.self_attn.q_norm.weight is missing"):
-        plan_load(mtp(folder))
+        resolve_config(mtp(folder))
     assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from manta.actors.targets.families import read_model
-from manta.actors.targets.loading.load_plan import plan_load, why_no_trees
+from manta.actors.targets.loading.resolved_config import resolve_config, why_no_trees
 from manta.actors.targets.model.tensor_parallel import SingleRank
 from manta.actors.targets.runners.drafts.device_trees import TreeMemory
 from manta.cluster.request.request import LogitsProcessorParams
@@ -125,7 +125,7 @@ def test_a_random_policy_with_trees_changes_no_token(
 def test_what_has_no_kernels_for_trees_keeps_chains(tiny_qwen3: Path, tiny_drafter: Path) -> None:
     spec = {"model": str(tiny_drafter), "num_speculative_tokens": 3, "tree_width": 2, "tree_size": 6}
     how = {"attention_backend": "triton", "page_size": 16}
-    plan = plan_load(settings(tiny_qwen3, speculative_config=spec, **how))
+    plan = resolve_config(settings(tiny_qwen3, speculative_config=spec, **how))
     assert plan.tree == TreeSizes(3, 2, 6) and plan.max_drafts == 6
     copies = replace(
         plan.config, speculative_config=replace(plan.config.speculative_config, suffix_drafts=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from manta import LLM, SamplingParams
-from manta.actors.targets.loading.load_plan import plan_load, why_no_trees
+from manta.actors.targets.loading.resolved_config import resolve_config, why_no_trees
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.request.structured_outputs import StructuredOutputsParams
@@ -108,7 +108,7 @@ def test_targets_with_recurrent_states_keep_chains(tmp_path: Path) -> None:
         "speculative_config": {"model": str(drafter), "tree_width": 2},
         "dtype": "float32",
     }
-    plan = plan_load(EngineConfig.from_dict(given))
+    plan = resolve_config(EngineConfig.from_dict(given))
     assert why_no_trees(plan) == "recurrent states follow one path of tokens"
 
 

@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from manta.actors.targets.loading.load_plan import LoadPlan, plan_load
 from manta.actors.targets.loading.rank_loader import Checkpoints, start_runner
+from manta.actors.targets.loading.resolved_config import ResolvedConfig, resolve_config
 from manta.actors.targets.model.tensor_parallel import SingleRank
 from manta.actors.workers.drafter.drafter_protocol import Hello
 from manta.actors.workers.drafter.drafter_server import DrafterServer
@@ -44,7 +44,7 @@ class Pair:
     def __init__(self, target: Path, spec: dict[str, object], **small: object) -> None:
         spec = {**spec, "placement": "split"}
         config = settings(target, **{"attention_backend": "triton", **small, "speculative_config": spec})
-        plan = plan_load(config)
+        plan = resolve_config(config)
         drafter = LoadedDrafter(plan)
         self.drafts: list[torch.Tensor] = []
 
@@ -59,8 +59,8 @@ class Pair:
         self.server = DrafterServer(seat)
         remotes: list[RemoteDrafterSource] = []
 
-        def remote(plan: LoadPlan, backend: Backend) -> RemoteDrafterSource:
-            remotes.append(RemoteDrafterSource(plan, backend, SingleRank()))
+        def remote(resolved: ResolvedConfig, backend: Backend) -> RemoteDrafterSource:
+            remotes.append(RemoteDrafterSource(resolved, backend, SingleRank()))
             return remotes[-1]
 
         with short_warm_up():

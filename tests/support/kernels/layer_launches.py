@@ -17,7 +17,7 @@ from manta.cluster.pages.kv_cache_groups import KVCacheSpec
 from manta.cluster.pages.recurrent_state_spec import RecurrentStateSpec
 from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
 from manta.drafter.compute.checkpoint.quantized_matrix import Code
-from manta.drafter.compute.gpu_triton.attention import mla, mla_prefill, mla_prefill_plan
+from manta.drafter.compute.gpu_triton.attention import mla, mla_prefill, mla_prefill_work
 from manta.drafter.compute.gpu_triton.attention.attention_tiles import (
     AttentionKind,
     AttentionWorkspace,
@@ -138,9 +138,9 @@ def expanded_latents(heads: int, dtype: torch.dtype = BF16, kv: torch.dtype | No
 
     def call(device: torch.device) -> None:
         parts, spans = _parts(heads, dtype), (np.array([0, 0]), np.array([200, 300]))
-        workspace = mla_prefill_plan.ExpansionWorkspace(parts, 576, 171)
+        workspace = mla_prefill_work.ExpansionWorkspace(parts, 576, 171)
         rows = rows_from_host(*spans, np.zeros((2, 8), np.int32), PAGE, device)
-        expansion = mla_prefill_plan.find_expansion(rows, workspace)
+        expansion = mla_prefill_work.find_expansion(rows, workspace)
         assert expansion is not None
         q_NJO, out_NJF = torch.empty(500, heads, 192, dtype=dtype), torch.empty(500, heads, 128, dtype=dtype)
         pages = torch.empty(16, PAGE, 576, dtype=kv or dtype)

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from manta.actors.targets.families import FAMILIES
-from manta.actors.targets.loading.load_plan import LoadPlan, plan_load
+from manta.actors.targets.loading.resolved_config import ResolvedConfig, resolve_config
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError
 
@@ -135,11 +135,11 @@ def settings(name: str, folder: Path, *, small: bool = False) -> EngineConfig:
 
 
 @cache
-def plan_of(name: str) -> LoadPlan | str:
+def plan_of(name: str) -> ResolvedConfig | str:
     """Return the plan for an entry in its published sizes, or the message that refuses it."""
     with TemporaryDirectory() as folder:
         try:
-            return plan_load(settings(name, Path(folder)))
+            return resolve_config(settings(name, Path(folder)))
         except CheckpointError as error:
             return error.message.replace(f"{folder}/", "")
 

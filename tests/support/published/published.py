@@ -22,7 +22,7 @@ from manta.actors.targets.model.model_spec import ModelSpec
 from manta.actors.targets.model.weights import target_shapes
 from manta.cluster.errors import PlacementError
 from manta.cluster.hardware.gpu_specs import GPUS
-from manta.cluster.hardware.memory_plan import plan_memory
+from manta.cluster.hardware.memory_estimate import estimate_memory
 from manta.cluster.hardware.model_pair import LayoutDemand, ModelPair
 from manta.cluster.hardware.model_shape import ModelShape
 from manta.cluster.hardware.parallel_layouts import TP_SIZES, ParallelLayout
@@ -200,7 +200,7 @@ def min_gpus(pair: ModelPair, spec: ModelSpec) -> int | None:
             LayoutDemand(max_model_len=length, context=length),
         )
         try:
-            plan_memory(pair, GPUS["h200"], layout, demand)
+            estimate_memory(pair, GPUS["h200"], layout, demand)
         except PlacementError:
             continue
         return ranks

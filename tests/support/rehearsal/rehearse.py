@@ -25,7 +25,7 @@ pretend_gpu(recording, Path(sys.argv[1]))
 # Only now: these look for a GPU when they are imported.
 from manta.actors.engine.uniproc_executor import InProcessExecutor  # noqa: E402
 from manta.actors.targets.loading import rank_loader  # noqa: E402
-from manta.actors.targets.loading.load_plan import LoadPlan, plan_models  # noqa: E402
+from manta.actors.targets.loading.resolved_config import ResolvedConfig, resolve_models  # noqa: E402
 from manta.actors.targets.model.tensor_parallel import SingleRank  # noqa: E402
 from manta.actors.targets.runners import cuda_graphs  # noqa: E402
 from manta.actors.targets.runners.drafts.device_blocks import DeviceBlocks  # noqa: E402
@@ -148,12 +148,12 @@ def plant(planted: list[Callable[[], object]]) -> None:
     cuda_graphs._capture = with_fault
 
 
-def serve(config: EngineConfig, plan: LoadPlan, runner: Runner, info: ExecutorInfo) -> None:
+def serve(config: EngineConfig, resolved: ResolvedConfig, runner: Runner, info: ExecutorInfo) -> None:
     """Run requests of all kinds to their ends, with a step in flight while the next one is planned."""
 
     class Executor(InProcessExecutor):
-        def _load(self, config: EngineConfig) -> tuple[LoadPlan, Runner, ExecutorInfo]:
-            return plan, runner, info
+        def _load(self, config: EngineConfig) -> tuple[ResolvedConfig, Runner, ExecutorInfo]:
+            return resolved, runner, info
 
     assert info.max_in_flight > 1
     engine = EngineCore(config, Executor(config))
@@ -175,13 +175,13 @@ def hurry(wait: str) -> None:
         torch.cuda.synchronize = lambda device=None: None
 
 
-def features(plan: LoadPlan, backend: Backend) -> ContextFeatures:
+def features(resolved: ResolvedConfig, backend: Backend) -> ContextFeatures:
     """Return a split drafter's part on the target's side, with random weights."""
-    drafter = plan.drafter
+    drafter = resolved.drafter
     assert isinstance(drafter, DrafterConfig), "other drafters are colocated"
     hidden_size, taps = drafter.hidden_size, len(drafter.target_layer_ids)
-    weight = torch.empty((hidden_size, taps * hidden_size), dtype=plan.dtype, device="cuda")
-    norm = torch.empty(hidden_size, dtype=plan.dtype, device="cuda")
+    weight = torch.empty((hidden_size, taps * hidden_size), dtype=resolved.dtype, device="cuda")
+    norm = torch.empty(hidden_size, dtype=resolved.dtype, device="cuda")
     return ContextFeatures(weight, norm, drafter.rms_norm_eps, backend)
 
 
@@ -206,7 +206,7 @@ def main(settings: dict[str, Any]) -> None:
     )
     with FakeTensorMode(allow_non_fake_inputs=True), Watch(recording):
         drafter = None if speculation is None else shape.drafter
-        plan = plan_models(config, Path("random"), shape.target, Path("random"), drafter, MAX_LENGTH)
+        plan = resolve_models(config, Path("random"), shape.target, Path("random"), drafter, MAX_LENGTH)
         communicator = ranks if num_ranks > 1 else SingleRank()
         remote = partial(RemoteDrafterSource, communicator=communicator) if plan.split else None
         runner, info = rank_loader.start_runner(plan, RandomModels(), communicator, remote_drafts=remote)

@@ -173,7 +173,7 @@ def _programs_at_once(device: torch.device) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class TilePlan:
+class TileSizes:
     """Tile sizes of one call: query rows times the heads of a group, keys, and rows of a request.
 
     In batch-invariant mode sums consist of splits of `split_keys` keys, and runs of `run_splits` splits; 0
@@ -194,10 +194,10 @@ class TilePlan:
         return num_requests * query_tiles * num_kv_heads * pieces
 
 
-def plan_tiles(
+def choose_tiles(
     kind: AttentionKind, max_rows: int, *, batch_invariant: bool = False, has_trees: bool = False
-) -> TilePlan:
-    """Choose tiles from shapes alone: at most four plans per kind, in invariant mode one."""
+) -> TileSizes:
+    """Choose tiles from shapes alone: at most four per kind, in invariant mode one."""
     group, width = kind.num_heads // kind.num_kv_heads, tile_width(kind.head_dim)
     block_keys = _block_keys(width, kind.dtype.itemsize, needs_registers=batch_invariant or has_trees)
     values = _BLOCK_VALUES[kind.dtype.itemsize]
@@ -208,7 +208,7 @@ def plan_tiles(
         most_rows = kind.tile_rows or min(_MAX_BLOCK_ROWS, values // width)
     block_rows = max(_MIN_BLOCK_ROWS, triton.next_power_of_2(max(min(wanted_rows, most_rows), group)))
     wide = block_rows > 64 or block_rows * width > 8192 or kind.dtype.itemsize == 4
-    return TilePlan(
+    return TileSizes(
         block_rows=block_rows,
         block_keys=block_keys,
         tile_tokens=block_rows // group,
@@ -247,7 +247,7 @@ class WorkList:
     """A pass's work for layers of one kind: int32 `values` on the device, as above; programs to launch."""
 
     kind: AttentionKind
-    plan: TilePlan
+    tiles: TileSizes
     workspace: AttentionWorkspace
     values: Tensor
     num_programs: int
@@ -258,18 +258,18 @@ def list_work(kind: AttentionKind, rows: PagedRows, workspace: AttentionWorkspac
     num_requests = len(rows.slots_B)
     max_rows = min(rows.max_rows, kind.most_rows)
     has_trees = rows.tree is not None
-    plan = plan_tiles(kind, max_rows, batch_invariant=workspace.batch_invariant, has_trees=has_trees)
+    tiles = choose_tiles(kind, max_rows, batch_invariant=workspace.batch_invariant, has_trees=has_trees)
     max_keys = rows.page_table.shape[1] * kind.page_size
-    maximum = plan.num_programs(num_requests, max_rows, kind.num_kv_heads, max_keys)
+    maximum = tiles.num_programs(num_requests, max_rows, kind.num_kv_heads, max_keys)
     values = torch.empty(HEADER.value + 2 * num_requests + 1, dtype=torch.int32, device=rows.cu_rows.device)
     _list_work[(1,)](
         rows.cu_rows, rows.kv_lengths_B, values, num_requests, workspace.num_programs,
-        workspace.num_slots(plan.block_rows), kind.most_rows,
-        KV_HEADS=kind.num_kv_heads, BLOCK_ROWS=plan.block_rows, BLOCK_KEYS=plan.block_keys,
-        TILE_TOKENS=plan.tile_tokens, WINDOW=kind.window or 0, SPLIT_KEYS=plan.split_keys,
-        RUN_SPLITS=plan.run_splits, **dependent_launch(values.device),
+        workspace.num_slots(tiles.block_rows), kind.most_rows,
+        KV_HEADS=kind.num_kv_heads, BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys,
+        TILE_TOKENS=tiles.tile_tokens, WINDOW=kind.window or 0, SPLIT_KEYS=tiles.split_keys,
+        RUN_SPLITS=tiles.run_splits, **dependent_launch(values.device),
     )  # fmt: skip
-    return WorkList(kind, plan, workspace, values, min(maximum, workspace.num_programs))
+    return WorkList(kind, tiles, workspace, values, min(maximum, workspace.num_programs))
 
 
 @triton.jit(

@@ -37,7 +37,7 @@ from ..common.e4m3 import as_stored
 from ..common.element_ops import dependent_launch, wait_for_predecessor
 from .attention_tiles import AttentionKind, PagedRows, WorkList
 from .mla_prefill import attend_expanded
-from .mla_prefill_plan import Expansion, ExpansionWorkspace
+from .mla_prefill_work import Expansion, ExpansionWorkspace
 from .norm_rope_kv_write import load_columns, rotate_halves
 from .paged_attention import verify_attention
 

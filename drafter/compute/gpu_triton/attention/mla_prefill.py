@@ -1,6 +1,6 @@
 """MLA of long prompts on a GPU, with latents expanded to per-head keys and values: less work for many rows.
 
-The same sums as absorbed attention (`mla.py`) in another order, so last bits differ. `mla_prefill_plan.py`
+The same sums as absorbed attention (`mla.py`) in another order, so last bits differ. `mla_prefill_work.py`
 chooses the requests (docs/decisions/expanded-latents.md). Their keys are concatenated and processed in
 *pieces* that fit a workspace:
 
@@ -31,7 +31,7 @@ from ...layers.mla import MLALayer
 from ..common.element_ops import dependent_launch, wait_for_predecessor
 from .attention_tiles import find_request, tile_width
 from .key_tiles import add_parts, inside, no_part
-from .mla_prefill_plan import Expansion, gather
+from .mla_prefill_work import Expansion, gather
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # see `key_tiles.py`

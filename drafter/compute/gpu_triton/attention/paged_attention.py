@@ -82,7 +82,7 @@ def verify_attention(
     Returns:
         [N, Q * F] of q's dtype; zeros for padding rows.
     """
-    kind, plan, workspace = work.kind, work.plan, work.workspace
+    kind, tiles, workspace = work.kind, work.tiles, work.workspace
     if q_tail_NQC is None:
         _check_shapes(q_NQD, k_PSKD, v_PSKF, kind)
     else:
@@ -101,10 +101,10 @@ def verify_attention(
         k_PSKD.stride(0), k_PSKD.stride(1), 0 if tail else k_PSKD.stride(2), rows.page_table.stride(0),
         HEADS=kind.num_heads, GROUP=kind.num_heads // kind.num_kv_heads, DIM=kind.head_dim,
         V_DIM=kind.v_head_dim, WIDTH=tile_width(kind.head_dim), V_WIDTH=tile_width(kind.v_head_dim),
-        TAIL=tail, TAIL_WIDTH=tile_width(tail), PAGE=kind.page_size, BLOCK_ROWS=plan.block_rows,
-        BLOCK_KEYS=plan.block_keys, CAUSAL=kind.causal, WINDOW=kind.window or 0, FIRST_KEY=kind.first_key,
-        SPLIT_TILES=plan.split_keys // plan.block_keys, RUN_SPLITS=plan.run_splits, num_warps=plan.num_warps,
-        maxnreg=MOST_REGISTERS if tail else None,
+        TAIL=tail, TAIL_WIDTH=tile_width(tail), PAGE=kind.page_size, BLOCK_ROWS=tiles.block_rows,
+        BLOCK_KEYS=tiles.block_keys, CAUSAL=kind.causal, WINDOW=kind.window or 0, FIRST_KEY=kind.first_key,
+        SPLIT_TILES=tiles.split_keys // tiles.block_keys, RUN_SPLITS=tiles.run_splits,
+        num_warps=tiles.num_warps, maxnreg=MOST_REGISTERS if tail else None,
         # No fused multiply-add in batch-invariant mode: the compiler decides which operations to fuse.
         enable_fp_fusion=not workspace.batch_invariant, **dependent_launch(q_NQD.device),
     )  # fmt: skip

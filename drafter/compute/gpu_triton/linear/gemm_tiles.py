@@ -21,7 +21,7 @@ _TALL = 64  # rows from which on x takes as much memory as the weights: steps ar
 
 
 @dataclass(frozen=True, slots=True)
-class ProductPlan:
+class ProductTiling:
     """Tiling of a weight, for any number of rows: tiles of outputs, and inputs per iteration.
 
     Sums of `splits` of the inputs (split K), each of `split_tiles` steps, are added in order.
@@ -42,14 +42,14 @@ class ProductPlan:
         return self.step // 2, 2 * self.split_tiles, 4
 
 
-def plan_product(
+def choose_tiling(
     outputs: int,
     inputs: int,
     dtype: torch.dtype,
     *,
     gated: bool = False,
     processors: int = H100_PROCESSORS,
-) -> ProductPlan:
+) -> ProductTiling:
     """Return the split that minimizes the busiest multiprocessor's work, with enough copies in flight.
 
     `outputs` are the product's; a gate's weight has twice as many rows.
@@ -70,7 +70,7 @@ def plan_product(
         return -(-tiles * splits // processors) * (-(-steps // splits) + (splits > 1))
 
     best = min(cuts, key=load)
-    return ProductPlan(tiles, step, best, -(-steps // best))
+    return ProductTiling(tiles, step, best, -(-steps // best))
 
 
 class ProductWorkspace:

@@ -24,7 +24,7 @@ from ...block_weights import Projection
 from ...checkpoint.packed_codes import PackedCodes
 from ...layers.linear import Activation, RMSNorm
 from ..common.element_ops import add_rms_norm, gate, rms_norm
-from .gemm_tiles import ROW_TILES, ProductWorkspace, plan_product, row_tile
+from .gemm_tiles import ROW_TILES, ProductWorkspace, choose_tiling, row_tile
 from .packed_codes import MAX_OWN_ROWS, DequantizingLinear
 from .skinny_gemm import Normed, multiply
 
@@ -94,11 +94,11 @@ class OwnProjection(LayerProjection):
 
     __slots__ = (
         "_bias_O",
-        "_gated_plan",
+        "_gated_tiling",
         "_packed",
-        "_plan",
         "_scale_O",
         "_tile",
+        "_tiling",
         "_weight_PLRK",
         "_workspace",
     )
@@ -118,8 +118,8 @@ class OwnProjection(LayerProjection):
         self._weight_PLRK, self._bias_O, self._workspace = weight_PLRK, bias_O, workspace
         self._scale_O, self._packed = scale_O, packed
         dtype, processors = weight_PLRK.dtype, workspace.processors
-        self._plan = plan_product(outputs, inputs, dtype, processors=processors)
-        self._gated_plan = plan_product(outputs // 2, inputs, dtype, gated=True, processors=processors)
+        self._tiling = choose_tiling(outputs, inputs, dtype, processors=processors)
+        self._gated_tiling = choose_tiling(outputs // 2, inputs, dtype, gated=True, processors=processors)
         self._tile = ROW_TILES[-1] if one_tile else None
 
     @property
@@ -133,7 +133,7 @@ class OwnProjection(LayerProjection):
         return self._multiply(x_NK, activation=activation)
 
     def added(self, x_NK: Tensor, residual_NH: Tensor, norm: RMSNorm) -> tuple[Tensor, PendingNorm]:
-        squares_NT = x_NK.new_empty((len(x_NK), self._plan.tiles), dtype=torch.float32)
+        squares_NT = x_NK.new_empty((len(x_NK), self._tiling.tiles), dtype=torch.float32)
         sum_NH = self._multiply(x_NK, residual_NO=residual_NH, squares_NT=squares_NT)
         return sum_NH, PendingNorm(sum_NH, squares_NT, norm)
 
@@ -145,16 +145,16 @@ class OwnProjection(LayerProjection):
         residual_NO: Tensor | None = None,
         squares_NT: Tensor | None = None,
     ) -> Tensor:
-        x_NK, norm, weight_PLRK, plan = x, None, self._weight_PLRK, self._plan
+        x_NK, norm, weight_PLRK, tiling = x, None, self._weight_PLRK, self._tiling
         if isinstance(x_NK, PendingNorm):
             norm = Normed(x_NK.squares_NT, x_NK.norm.weight_H, x_NK.norm.eps)
             x_NK = x_NK.x_NH
         if activation is not None:
-            weight_PLRK, plan = weight_PLRK.view(2, 1, -1, weight_PLRK.shape[3]), self._gated_plan
+            weight_PLRK, tiling = weight_PLRK.view(2, 1, -1, weight_PLRK.shape[3]), self._gated_tiling
         return multiply(
             x_NK,
             weight_PLRK,
-            plan,
+            tiling,
             self._workspace,
             self._tile or row_tile(len(x_NK)),
             packed=self._packed,

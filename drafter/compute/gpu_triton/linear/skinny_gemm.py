@@ -31,7 +31,7 @@ from ...checkpoint.packed_codes import PackedCodes
 from ...layers.linear import Activation
 from ..common.e4m3 import widen
 from ..common.element_ops import activate, dependent_launch, wait_for_predecessor
-from .gemm_tiles import COLUMNS, ProductPlan, ProductWorkspace
+from .gemm_tiles import COLUMNS, ProductTiling, ProductWorkspace
 from .packed_codes import bytes_unpacked, sum_codes, words
 
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # fp32 precision on tensor cores; fp16 and bf16 ignore it
@@ -52,7 +52,7 @@ class Normed:
 def multiply(
     x_NK: Tensor,
     weight_PLRK: Tensor,
-    plan: ProductPlan,
+    tiling: ProductTiling,
     workspace: ProductWorkspace,
     tile: int,
     *,
@@ -76,7 +76,7 @@ def multiply(
         scale_O: fp32, per row of the weight, which is e4m3 then (`fp8_linear.py`).
         bias_O: per row of the weight, in the order of outputs.
         residual_NO: added to the rounded product.
-        squares_NT: fp32 [N, plan.tiles], written: sums of squares of y over each tile of its columns.
+        squares_NT: fp32 [N, tiling.tiles], written: sums of squares of y over each tile of its columns.
     """
     num_rows, inputs = x_NK.shape
     parts, layers, span, _ = weight_PLRK.shape
@@ -92,9 +92,9 @@ def multiply(
         return y_NO
     if packed is not None and packed.has_pairs and not packed.is_arranged:
         x_NK = words(x_NK)
-    step, split_tiles, stages = plan.stepping(tile)
-    programs = plan.splits if row_tiles == 1 else 1  # per tile of y
-    _multiply[(row_tiles, plan.tiles * programs)](
+    step, split_tiles, stages = tiling.stepping(tile)
+    programs = tiling.splits if row_tiles == 1 else 1  # per tile of y
+    _multiply[(row_tiles, tiling.tiles * programs)](
         x_NK, weight_PLRK, None if packed is None else packed.scales,
         None if packed is None else packed.zeros, scale_O, bias_O, residual_NO, y_NO,
         None if norm is None else norm.weight_K, None if norm is None else norm.squares_NT, squares_NT,
@@ -103,8 +103,8 @@ def multiply(
         weight_PLRK.stride(2),
         INPUTS=inputs, OUTPUTS=outputs, LAYERS=layers, SPAN=span, GATED=activation is not None,
         GELU=activation == "gelu_tanh", SQUARES=1 if norm is None else norm.squares_NT.shape[1],
-        SPLITS=plan.splits, SPLIT_TILES=split_tiles, PROGRAMS=programs, ROWS=tile, COLUMNS=COLUMNS, STEP=step,
-        CODE=None if packed is None else packed.code, GROUP=0 if packed is None else packed.group,
+        SPLITS=tiling.splits, SPLIT_TILES=split_tiles, PROGRAMS=programs, ROWS=tile, COLUMNS=COLUMNS,
+        STEP=step, CODE=None if packed is None else packed.code, GROUP=0 if packed is None else packed.group,
         GROUPS=0 if packed is None else packed.scales.stride(-2), PACK=bytes_unpacked(packed),
         num_warps=4, num_stages=stages, **dependent_launch(x_NK.device),
     )  # fmt: skip

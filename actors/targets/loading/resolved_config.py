@@ -43,7 +43,7 @@ _LARGE_GPU_MAJOR, _LARGE_GPU_BYTES = 9, 70 * 2**30  # an H100 or newer, and no p
 
 
 @dataclass(frozen=True, slots=True)
-class LoadPlan:
+class ResolvedConfig:
     """The same on all ranks, but for the device's number.
 
     Attributes:
@@ -121,7 +121,7 @@ class LoadPlan:
         return spec is not None and spec.placement != "colocated"
 
 
-def plan_load(config: EngineConfig) -> LoadPlan:
+def resolve_config(config: EngineConfig) -> ResolvedConfig:
     """Resolve and check settings. A CheckpointError or ConfigError names the field and the remedy."""
     folder, spec = target_folder(config), config.speculative_config
     target = read_model(folder, config.hf_overrides)
@@ -136,17 +136,17 @@ def plan_load(config: EngineConfig) -> LoadPlan:
         passes = find_num_drafts(config, drafter) if isinstance(drafter, ChainConfig) else 1
         window = find_window(spec, target, drafter, length, passes)
         drafter = with_window(drafter, window)
-    plan = plan_models(config, folder, target, draft_folder, drafter, length)
+    resolved = resolve_models(config, folder, target, draft_folder, drafter, length)
     with_kv = [target, *([drafter.model] if isinstance(drafter, MtpConfig) else [])]
     with_kv = [] if kv_dtype(config) is None else with_kv
     unused = () if tensors is None else unused_scales(tensors, with_kv)
     if draft_folder is not None and drafter is not None:
         if not isinstance(drafter, AssistantConfig):
-            read_drafter(config, draft_folder, plan.facts)
+            read_drafter(config, draft_folder, resolved.facts)
         if config.load_format == "auto" and drafter.quantization is not None:
             tensors = QuantizedFolder(draft_folder, drafter.quantization, torch.float32)
             unused += unused_drafter_scales(tensors, has_fp8_kv=kv_dtype(config) is not None)
-    return replace(plan, draft_window=window, doubts=(*doubts, *unused))
+    return replace(resolved, draft_window=window, doubts=(*doubts, *unused))
 
 
 def _read_drafter_config(
@@ -258,15 +258,15 @@ def _read_config(
     return DrafterConfig.load(folder, spec.hf_overrides)
 
 
-def plan_models(
+def resolve_models(
     config: EngineConfig,
     target_folder: Path,
     target: ModelSpec,
     drafter_folder: Path | None,
     drafter: DraftConfig | None,
     max_model_len: int,
-) -> LoadPlan:
-    """Return the plan for models with known shapes. Does not read the folders."""
+) -> ResolvedConfig:
+    """Return the settings for models with known shapes. Does not read the folders."""
     device = _device(config)
     models = _stack_specs(target, drafter, device)
     page_size = config.page_size or _page_size(config, device)
@@ -291,7 +291,7 @@ def plan_models(
         pages = replace(pages, drafter=tuple(pages.target[layer] for layer in drafter.target_layers))
     else:
         pages = plan_kv_cache(target.windows, draft_windows, max_model_len, geometries)
-    return LoadPlan(
+    return ResolvedConfig(
         config=config,
         target_folder=target_folder,
         target=target,
@@ -349,12 +349,12 @@ def _with_end_token(
     return replace(target, eos_token_ids=tuple(dict.fromkeys(ends))), doubts
 
 
-def why_no_trees(plan: LoadPlan) -> str | None:
+def why_no_trees(resolved: ResolvedConfig) -> str | None:
     """Return why drafts form chains, although trees are wanted; None if they form trees."""
-    if plan.target.states is not None:
+    if resolved.target.states is not None:
         return "recurrent states follow one path of tokens"
-    spec = plan.config.speculative_config
-    if plan.runs_on_device and spec is not None and spec.suffix_drafts:
+    spec = resolved.config.speculative_config
+    if resolved.runs_on_device and spec is not None and spec.suffix_drafts:
         return "copies beside a drafter are chosen on the host, and a GPU grows trees without it"
     return None
 

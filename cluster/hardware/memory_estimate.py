@@ -30,7 +30,7 @@ HIDDEN_COPIES, INNER_COPIES, LOGIT_COPIES = 8, 3, 2
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
+class MemoryEstimate:
     """Memory of one engine.
 
     Attributes:
@@ -56,7 +56,9 @@ class MemoryPlan:
         return STATES_PER_REQUEST * self.max_num_seqs if self.state_bytes else None
 
 
-def plan_memory(pair: ModelPair, gpu: Gpu, layout: ParallelLayout, demand: LayoutDemand) -> MemoryPlan:
+def estimate_memory(
+    pair: ModelPair, gpu: Gpu, layout: ParallelLayout, demand: LayoutDemand
+) -> MemoryEstimate:
     """Return the memory of an engine; PlacementError if not even one sequence of max_model_len fits."""
     budget = int(gpu.memory_bytes * GPU_MEMORY_UTILIZATION)
     weights, target_free = _target_gpu(pair, layout, budget)
@@ -82,7 +84,9 @@ def plan_memory(pair: ModelPair, gpu: Gpu, layout: ParallelLayout, demand: Layou
     largest = min(_sequences(free, size) for (free, _), size in zip(budgets, sequence_bytes, strict=True))
     free = target_free - int(min(largest, MAX_NUM_SEQS)) * states
     kv_bytes = min(free, int(largest * per_sequence)) if len(budgets) > 1 else free
-    return MemoryPlan(weights, kv_bytes, int(kv_bytes / per_sequence * demand.context), int(largest), states)
+    return MemoryEstimate(
+        weights, kv_bytes, int(kv_bytes / per_sequence * demand.context), int(largest), states
+    )
 
 
 def _target_gpu(pair: ModelPair, layout: ParallelLayout, given: int) -> tuple[int, int]:
