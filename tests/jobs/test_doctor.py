@@ -248,7 +248,7 @@ def test_rates_of_experts_count_the_chosen_weights(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def plan(tiny_qwen3: Path, tiny_drafter: Path) -> ResolvedConfig:
+def resolved(tiny_qwen3: Path, tiny_drafter: Path) -> ResolvedConfig:
     spec = {"model": str(tiny_drafter)}
     settings = {"model": str(tiny_qwen3), "speculative_config": spec, "skip_tokenizer_init": True}
     return resolve_config(EngineConfig.from_dict({**settings, "dtype": "float32"}))

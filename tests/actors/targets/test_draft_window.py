@@ -23,7 +23,7 @@ from support.oracles.sampling_cases import params_of, prompts
 WINDOW = 24
 
 
-def plan(target: Path, **spec: object) -> ResolvedConfig:
+def resolve(target: Path, **spec: object) -> ResolvedConfig:
     return resolve_config(settings(target, speculative_config={"adaptive": False, **spec}))
 
 
@@ -48,7 +48,7 @@ def test_every_kind_of_drafter_takes_a_window_and_a_smaller_one_of_its_own_stays
     tiny_qwen3: Path, tmp_path: Path
 ) -> None:
     sliding = make_tiny_drafter(tmp_path / "dflash", sliding_window=20)
-    found = plan(tiny_qwen3, model=str(sliding), draft_window=WINDOW)
+    found = resolve(tiny_qwen3, model=str(sliding), draft_window=WINDOW)
     assert found.drafter is not None
     assert [layer.window for layer in found.drafter.layers] == [20, WINDOW] and found.draft_window == WINDOW
     eagle3 = write_drafter(tmp_path / "eagle3", EAGLE3["speculators"])
@@ -56,9 +56,9 @@ def test_every_kind_of_drafter_takes_a_window_and_a_smaller_one_of_its_own_stays
         (tiny_qwen3, {"method": "eagle3", "model": str(eagle3)}),
         (make_mtp_target(tmp_path / "mtp", "glm4_moe"), {"method": "mtp"}),
     ):
-        chain = plan(target, **spec, draft_window=WINDOW).drafter
+        chain = resolve(target, **spec, draft_window=WINDOW).drafter
         assert chain is not None and chain.layers == (DraftLayer(causal=True, window=WINDOW),)
-        assert plan(target, **spec).draft_window is None, "contexts are short"
+        assert resolve(target, **spec).draft_window is None, "contexts are short"
 
 
 def test_a_prefix_hit_keeps_what_a_windows_rows_see(tmp_path: Path) -> None:

@@ -440,8 +440,10 @@ def test_the_context_of_a_split_drafters_process_is_in_the_budget(
     tiny_qwen3: Path, tiny_drafter: Path, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = {"model": str(tiny_drafter), "placement": placement}
-    plan = replace(resolve_config(settings(tiny_qwen3, speculative_config=spec)), device=torch.device("cuda"))
-    monkeypatch.setattr(rank_loader, "measure_step_bytes", lambda make, plan: 10**6)
-    rank: Any = SimpleNamespace(_plan=plan)
+    resolved = replace(
+        resolve_config(settings(tiny_qwen3, speculative_config=spec)), device=torch.device("cuda")
+    )
+    monkeypatch.setattr(rank_loader, "measure_step_bytes", lambda make, resolved: 10**6)
+    rank: Any = SimpleNamespace(_resolved=resolved)
     step_bytes = rank_loader._Rank._step_bytes(rank)
     assert (step_bytes >= 2**29) == (placement == "split")

@@ -37,7 +37,7 @@ DEMAND = LayoutDemand(max_model_len=32768, context=4096)
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> ResolvedConfig:
+def resolved(tmp_path_factory: pytest.TempPathFactory) -> ResolvedConfig:
     folder = make_tiny_target(tmp_path_factory.mktemp("target"), "qwen3_5")
     config = EngineConfig(model=str(folder), device="cpu", dtype="bfloat16", max_num_seqs=6)
     return resolve_models(config, folder, read_model(folder), None, None, 256)
