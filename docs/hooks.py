@@ -4,7 +4,8 @@
   docstrings.
 * Sources: files outside this folder that pages link to, so that such links work as they do in a clone.
 * A list of the decisions, at `decisions/`.
-* Search: only pages of the navigation are found; decisions, measurements and sources are reached by links.
+* Search: only pages of the navigation are found, guides first; decisions and sources are reached by links.
+* Pages for developers, which the site excludes, are named where a page of the repository links to them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ REFERENCE = {
 }
 DECISIONS = "decisions/index.md"
 LINK = re.compile(r"(?<=\]\()(\.\./[^)#\s]+)")
+PAGE_LINK = re.compile(r"\[([^\[\]]+)\]\(([\w./-]+\.md)(?:#[^)]*)?\)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
 
 
@@ -55,13 +57,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     if page.file.src_uri not in listed_pages(config.nav):
         page.meta["search"] = {"exclude": True}
+    elif page.file.src_uri.startswith("how-to/"):
+        page.meta["search"] = {"boost": 2}
     here = posixpath.dirname(page.file.src_uri)
+
+    def to_excluded(link: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(here, link[2]))
+        file = files.get_file_from_path(path)
+        return link[0] if file is None or not file.inclusion.is_excluded() else f"{link[1]} (`docs/{path}`)"
 
     def to_page(link: re.Match[str]) -> str:
         source = _source(link[1], here)
         return link[1] if source is None else f"{posixpath.relpath(source, here or '.')}.md"
 
-    return LINK.sub(to_page, markdown.replace("](decisions/)", f"]({DECISIONS})"))
+    markdown = PAGE_LINK.sub(to_excluded, markdown.replace("](decisions/)", f"]({DECISIONS})"))
+    return LINK.sub(to_page, markdown)
 
 
 def _sources(file: File) -> set[str]:
