@@ -222,7 +222,7 @@ class RequestTelemetry:
         if now.steps > before.steps or now.running or now.waiting:
             logger.info(engine_line(before, now, REPORT_INTERVAL_S))
         if now.num_drafts > before.num_drafts:
-            logger.info(acceptance_line(before, now, REPORT_INTERVAL_S, self._speedup.ratio(now)))
+            logger.info(acceptance_line(before, now, REPORT_INTERVAL_S, self._speedup.logged_ratio(now)))
         return now
 
     def _values(self) -> dict[str, Values]:

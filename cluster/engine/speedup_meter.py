@@ -14,12 +14,19 @@ if TYPE_CHECKING:
 
 MEMORY_S = 60.0  # seconds of decoding after which older values are forgotten
 MIN_S = 0.05  # with less than this, no value is returned
+# With less than this, a log says nothing: a few answers show first plain steps and trials, not the benefit.
+MIN_LOGGED_S = 30.0
 
 
 class SpeedupMeter:
     def __init__(self) -> None:
         self._last = (0.0, 0.0)
         self._plain_s = self._taken_s = 0.0
+
+    def logged_ratio(self, stats: EngineStats) -> float | None:
+        """Return `ratio`; None until it covers half a minute of decoding."""
+        ratio = self.ratio(stats)
+        return ratio if self._taken_s >= MIN_LOGGED_S else None
 
     def ratio(self, stats: EngineStats) -> float | None:
         """Return the speed-up over about the last minute of decoding; None if too little was measured."""

@@ -49,6 +49,7 @@ class PaneledCommand(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except _UsageError as error:
+            error.message = error.message.removeprefix("Value error, ")  # of typer's versions over pydantic
             name, near = getattr(error, "option_name", None), getattr(error, "possibilities", None)
             if not name or not near:
                 raise

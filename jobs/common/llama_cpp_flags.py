@@ -22,6 +22,12 @@ FLAGS = {
     "--spec-draft-n-max": "--spec-tokens",
     "--jinja": "templates are always rendered",
     "-sm": "-tp",
+    **dict.fromkeys(("--metrics", "--slots", "-cb", "--cont-batching", "--cache-reuse"), "always"),
+    **dict.fromkeys(("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"), "--kv-cache-dtype"),
+    **dict.fromkeys(("--mlock", "--no-mmap", "--numa"), "no counterpart"),
+    **dict.fromkeys(("--lora", "--mmproj", "--embedding", "--rerank"), "not served"),
+    **dict.fromkeys(("--reasoning-format", "--reasoning-budget"), "--reasoning-parser"),
+    **dict.fromkeys(("--rope-scaling", "--override-kv"), "--hf-overrides"),
 }
 
 

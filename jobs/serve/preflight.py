@@ -10,12 +10,14 @@ import errno
 import ipaddress
 import json
 import resource
+import shlex
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 from ...actors.checkpoints.checkpoint_paths import drafter_folder, target_folder
 from ...actors.checkpoints.gguf_files import gguf_files, weight_files
+from ...actors.checkpoints.model_card import sample_prompt
 from ...actors.checkpoints.published_drafters import speculation_advice
 from ...actors.http.config.settings import ServerSettings
 from ...actors.system.atomic_files import check_storage_folder
@@ -159,6 +161,7 @@ def describe_models(config: EngineConfig, settings: ServerSettings) -> Iterator[
 
 
 def example_request(url: str, config: EngineConfig, settings: ServerSettings) -> str:
+    from ...actors.http.ui import USUAL_PROMPT
     from ...actors.tokenization.tokenizer_config import read_chat_templates
 
     folder = target_folder(config)
@@ -168,11 +171,13 @@ def example_request(url: str, config: EngineConfig, settings: ServerSettings) ->
         "temperature": 0,
     }
     if read_chat_templates(folder):
-        path, body["messages"] = "chat/completions", [{"role": "user", "content": "Hello!"}]
+        question = sample_prompt(folder) or USUAL_PROMPT
+        path, body["messages"] = "chat/completions", [{"role": "user", "content": question}]
     else:
         path, body["prompt"] = "completions", "def fibonacci(n):"
     key = "-H 'Authorization: Bearer <your key>' " if settings.keys("api_key") else ""
-    return f"curl {url}/v1/{path} {key}-H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    content = shlex.quote(json.dumps(body, ensure_ascii=False))
+    return f"curl {url}/v1/{path} {key}-H 'Content-Type: application/json' -d {content}"
 
 
 def _source(folder: Path) -> Path:

@@ -82,8 +82,8 @@ def write_tokenizer_files(tokenizer: Tokenizer, folder: Path) -> None:
     generation = {
         "eos_token_id": [special_id(tokenizer, END_OF_TEXT), special_id(tokenizer, IM_END)],
         "pad_token_id": special_id(tokenizer, END_OF_TEXT),
-        "do_sample": True,
-        "temperature": 1.0,
+        "do_sample": False,
+        "temperature": 0.0,
     }
     _write_json(folder / "tokenizer_config.json", config)
     _write_json(folder / "special_tokens_map.json", special_tokens)

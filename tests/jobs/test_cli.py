@@ -17,13 +17,18 @@ from typing import Any
 
 import pytest
 import typer.main
+from manta.actors.checkpoints.model_card import sample_prompt
+from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.ui import USUAL_PROMPT
+from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.flag import parse_size
 from manta.jobs.cli import app, main
 from manta.jobs.common.config_loading import engine_config, merge_settings, read_settings
 from manta.jobs.common.engine_flags import _PANEL_OF
 from manta.jobs.common.llama_cpp_flags import FIELD, FLAGS
-from support.paths import ROOT
+from manta.jobs.serve.preflight import example_request
+from support.paths import MODELS, ROOT
 
 SERVE_CONFIG = """
 applications:
@@ -259,7 +264,7 @@ SPEC = '{"model": "d", "num_speculative_token": 4}'
 WRONG = [
     ("genrate", 2, "Did you mean 'generate'"),
     ("generate x --dtyp a", 2, "--dtype"),
-    ("generate x -m m --dtype float8", 2, "'bfloat16'"),
+    ("generate x -m m --dtype float8", 2, "Invalid value for '--dtype': 'float8' is not one of 'auto'"),
     ("generate x -m m --max-model-len long", 2, "not a whole number"),
     ("chat a --model b", 2, "not both"),
     ("generate x -m m --max-num-seqs 0", 1, "max_num_seqs=0"),
@@ -278,12 +283,26 @@ WRONG = [
     ("serve m -c 8192", 2, "-c is llama.cpp's. Here: --max-model-len"),
     ("serve -hf owner/name", 2, "-hf is llama.cpp's. Here: the same names, without the flag"),
     ("chat m -ngl 99", 2, "-ngl is llama.cpp's. Here: --device"),
+    ("serve m --metrics", 2, "--metrics is llama.cpp's. Here: always"),
     ("batch -m m -i nowhere.jsonl -o out", 1, "nowhere.jsonl cannot be read"),
     ("batch -m m -i rows.parquet -o out", 1, "not a readable Parquet file"),
     ("batch -m m -i rows.parquet -o out --concurrency 0", 1, "concurrency=0"),
     ("bench m", 1, "speculative_config is missing"),
     ("demo --target nowhere", 1, "nowhere is missing"),
 ]
+
+
+def test_the_request_to_try_asks_what_the_model_can_answer(tmp_path: Path) -> None:
+    """Its card's example, as one argument of a shell; without a card what every chat model can answer."""
+    shutil.copytree(MODELS / "target", tmp_path / "any", ignore=shutil.ignore_patterns("*.md"))
+    for folder, asked in (
+        (MODELS / "target", sample_prompt(MODELS / "target")),
+        (tmp_path / "any", USUAL_PROMPT),
+    ):
+        config = EngineConfig(model=str(folder))
+        words = shlex.split(example_request("http://h:1", config, ServerSettings()))
+        body = json.loads(words[words.index("-d") + 1])
+        assert body["messages"] == [{"role": "user", "content": asked}] and body["temperature"] == 0
 
 
 def test_llama_cpps_flags_are_answered_as_in_the_guide() -> None:

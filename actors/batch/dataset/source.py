@@ -187,6 +187,8 @@ def check_columns(source: Dataset, row_schema: RowSchema) -> None:
                 f"{param}: no column {wanted!r} in the data. It has: {', '.join(columns)}.", param=param
             )
     if row_schema.template is None and prompt_column(columns, row_schema) is None:
+        if not columns:
+            raise DatasetError("input: none of its first rows is a JSON object with fields.", param="input")
         raise DatasetError(
             f"input: no column {' or '.join(PROMPT_COLUMNS)} among: {', '.join(columns)}. Name it with "
             "--prompt-column, or make a prompt of columns with --template.",

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_WITH_E4M3 = (8, 9)
 INTEGERS = ("int8", "int4")
-COMPILES = "this first start compiles loops for this CPU, which takes minutes; later starts find them on disk"
+COMPILES = "this first start compiles loops for this CPU, about a minute; later starts find them on disk"
 BackendName = Literal["torch", "compiled", "triton", "flash_attn"]
 
 

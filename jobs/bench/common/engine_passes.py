@@ -18,7 +18,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
-from ....actors.batch.dataset.row_requests import RowSchema, category_of, parse_line, row_id, row_seed
+from ....actors.batch.dataset.row_requests import Record, RowSchema, category_of, parse_line, row_id, row_seed
 from ....actors.batch.dataset.source import open_source
 from ....actors.checkpoints.checkpoint_paths import shipped
 from ....actors.engine.outputs import RequestOutput
@@ -28,7 +28,7 @@ from ....actors.system.wait_messages import counting, say
 from ....actors.tokenization.prompts import Chat, encode_prompt
 from ....actors.tokenization.tokenizer import Tokenizer
 from ....cluster.config import EngineConfig
-from ....cluster.errors import DatasetError
+from ....cluster.errors import DatasetError, RequestError
 from ....cluster.request.request import SamplingParams
 from ....cluster.speculation.acceptance_length import mean_acceptance_length
 from ...common.generate import open_llm
@@ -126,7 +126,7 @@ def read_rows(path: Path, count: int | None = None) -> list[PromptRow]:
         with file.reading(), file.open_text("jsonl") as text:
             lines += [line for _, line in text.raw_records() if isinstance(line, bytes)]
     some = len(lines) if count is None else min(count, len(lines))
-    records = [parse_line(lines[i * len(lines) // (count or some)]) for i in range(some)]
+    records = [_record(path, lines, i * len(lines) // (count or some)) for i in range(some)]
     row_schema = RowSchema(category_column="category")
     return [
         PromptRow(
@@ -134,6 +134,13 @@ def read_rows(path: Path, count: int | None = None) -> list[PromptRow]:
         )
         for record in records
     ]
+
+
+def _record(path: Path, lines: Sequence[bytes], index: int) -> Record:
+    try:
+        return parse_line(lines[index])
+    except RequestError as error:
+        raise DatasetError(f"prompts: {path}, row {index + 1}: {error.message}", param="prompts") from None
 
 
 def encode_prompts(rows: Sequence[tuple[str, Any]], tokenizer: Tokenizer | None) -> list[Prompt]:

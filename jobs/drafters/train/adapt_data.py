@@ -87,10 +87,15 @@ class Text:
         return Continuations.join([*[self.new] * times_new, *[self.old] * times_old])
 
 
-def read_examples(path: Path, tokenizer: Tokenizer, field: str, rows: RowSchema = COMPLETED) -> list[Example]:
-    """Read a folder of captured traffic, or a file of rows with `prompt` or `messages`."""
+def check_place(path: Path, field: str) -> None:
+    """Raise DatasetError if there is no such file or folder."""
     if not path.exists():
         raise DatasetError(f"{field}: {path} does not exist.", param=field)
+
+
+def read_examples(path: Path, tokenizer: Tokenizer, field: str, rows: RowSchema = COMPLETED) -> list[Example]:
+    """Read a folder of captured traffic, or a file of rows with `prompt` or `messages`."""
+    check_place(path, field)
     if path.is_dir() or is_captured(path):
         found = [
             Example(each.prompt_token_ids, each.token_ids[:MAX_ANSWER_TOKENS], each.category or "all")

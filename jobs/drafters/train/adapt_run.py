@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ....actors.checkpoints.checkpoint_paths import resolve_checkpoint
+from ....actors.checkpoints.checkpoint_paths import resolve_checkpoint, shipped
 from ....actors.system.atomic_files import write_json
 from ....actors.tokenization.tokenizer import Tokenizer
 from ...bench.common.engine_passes import PromptRow, say
@@ -30,7 +30,7 @@ from ...training.loop.training_loop import Length, Schedule
 from ...training.train_drafter import train
 from ..common.options import AdaptOptions
 from ..evaluate.evaluate_drafter import OVERALL, engine_of, measure_acceptance, open_full_length
-from .adapt_data import AdaptRunKey, Example, prepare_text
+from .adapt_data import AdaptRunKey, Example, check_place, prepare_text
 
 # Lower learning rates than for a new drafter, to limit forgetting; chosen on the shipped pair.
 RECIPE = DrafterSettings(
@@ -54,6 +54,8 @@ def run_adapt(options: AdaptOptions, report: Callable[[str], None] = say) -> dic
     key = AdaptRunKey(
         str(initial), str(target), str(options.data), str(options.replay), options.minutes, options.chat
     )
+    for field, path in (("data", options.data), ("replay", shipped(options.replay))):
+        check_place(path, field)
     options.work.mkdir(mode=0o700, parents=True, exist_ok=True)
     spec, _ = read_target(target)
     layout = output_layout(spec, RECIPE.num_taps, initial)

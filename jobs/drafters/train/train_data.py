@@ -45,6 +45,7 @@ class AnswerSettings:
         rows: how rows become prompts (`prompt_rows`).
         longest: most tokens of prompt and answer together.
         budget_s: seconds after which no further answer begins.
+        least: least sequences that a run can train on.
         temperatures: sampling temperatures, used in turn.
         layout: the target's outputs to record beside the answers; None records none.
     """
@@ -54,6 +55,7 @@ class AnswerSettings:
     max_tokens: int
     longest: int
     budget_s: float = float("inf")
+    least: int = 1
     rows: RowSchema = COMPLETED
     temperatures: Sequence[float] = TEMPERATURES
     layout: OutputLayout | None = None
@@ -84,6 +86,12 @@ def gather(places: Sequence[str], settings: AnswerSettings, folder: Path, report
             f"{settings.longest} tokens"
         )
     pairs = [(prompt, answer[: settings.longest - len(prompt)]) for prompt, answer in pairs]
+    if (count := len(pairs) + len(fitting)) < settings.least:  # said before anything is answered
+        raise DatasetError(
+            f"data: {', '.join(places)}: {count} usable rows are fewer than {settings.least}: a sequence of "
+            "each example of a step, and one to measure on. Give more.",
+            param="data",
+        )
     requests = [
         ContinuationRequest(prompt, settings.temperatures[number % len(settings.temperatures)], number)
         for number, prompt in enumerate(fitting)

@@ -30,6 +30,7 @@ from ...training.train_drafter import (
     DATA,
     HELD_OUT,
     OUTPUTS,
+    USEFUL_STEPS,
     Trained,
     TrainingRun,
     check_data,
@@ -175,7 +176,10 @@ def prepare_data(
             rows=prompt_rows(options.target, options.chat),
             temperatures=usual_temperatures(is_small=is_small(spec)),
             layout=layout,
+            least=batch_size + 1,
         )
+        if options.initial is None:
+            report(f"a useful drafter needs about {USEFUL_STEPS:,} steps of {batch_size} sequences")
         if (limit_s := _limit_s(options)) is not None:
             settings = replace(settings, budget_s=limit_s * ANSWERS_SHARE)
             report(f"answers get at most {format_duration(settings.budget_s)}, training the rest")

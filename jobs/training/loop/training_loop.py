@@ -273,7 +273,8 @@ class TrainingLoop:
             self._has_foreseen = True
             needed = f"; a useful drafter needs about {self._useful_steps:,}" if self._useful_steps else ""
             about = "" if length.steps else "about "
-            self._report(f"{self.name} has time for {about}{total:,} steps{needed}")
+            steps = "step" if total == 1 else "steps"
+            self._report(f"{self.name} has time for {about}{total:,} {steps}{needed}")
         means = {name: float(np.mean(values)) for name, values in self._figures.items()}
         rate = self.tokens / max(self.used_s, 1e-9)
         self._report(

@@ -45,6 +45,8 @@ def test_the_speed_up_covers_the_last_minute_of_decoding() -> None:
         return EngineStats(plain_s=plain_s, speculating_s=speculating_s)
 
     meter = SpeedupMeter()
+    assert SpeedupMeter().logged_ratio(stats(20.0, 10.0)) is None, "a few answers are no measurement"
+    assert SpeedupMeter().logged_ratio(stats(60.0, 30.0)) == pytest.approx(2.0)
     assert meter.ratio(stats(0.0, 0.0)) is None, "nothing is measured"
     assert meter.ratio(stats(20.0, 10.0)) == pytest.approx(2.0)
     assert meter.ratio(stats(20.0, 10.0)) == pytest.approx(2.0), "an idle engine keeps its last word"
