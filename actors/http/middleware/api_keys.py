@@ -36,6 +36,15 @@ ENVIRONMENT = {
 }
 # Needs a key if the server has any: labels contain the names of tenants and models.
 METRICS_PATH = "/metrics"
+# Pages about the API, and what they load: open, because they contain no data and links to them send no key.
+# Exact paths: a gateway forwards what begins like one of them, which `..` may lead elsewhere.
+PAGES = frozenset(
+    {"/docs", "/redoc", "/openapi.json"}
+    | {
+        f"/docs/assets/{name}"
+        for name in ("swagger-ui-bundle.js", "swagger-ui.css", "redoc.standalone.js", "favicon.png")
+    }
+)
 # Routes for operators; with an admin key set, only that opens them.
 ADMIN_PATHS = frozenset({"/load"})
 # These show a key its own data, and an admin key all. They need a key if either kind is set.
@@ -121,7 +130,7 @@ class Keys:
         """Return (status, message) for a request that is refused; None if it may pass."""
         if path == METRICS_PATH:
             return self._metrics_refusal(given)
-        if path in OPEN_PATHS:
+        if path in OPEN_PATHS or path in PAGES:
             return None
         known = self._any or (self._admin if path in OWN_PATHS else [])
         if path in ADMIN_PATHS and self._admin:

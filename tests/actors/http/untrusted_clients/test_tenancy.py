@@ -7,6 +7,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ QUOTA = 40_000
 #   own: shows a key its own alone, an admin key everything.   page: the server's own text.
 WHO = {
     **dict.fromkeys(("/health", "/ping", "/version", "/", "/ui"), "open"),
-    **dict.fromkeys(("/openapi.json", "/docs", "/docs/assets", "/docs/oauth2-redirect", "/redoc"), "page"),
+    **dict.fromkeys(("/openapi.json", "/docs", "/redoc"), "open"),
+    **dict.fromkeys(("/docs/assets", "/docs/oauth2-redirect"), "page"),  # of the assets, the folder
     **dict.fromkeys(("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"), "key"),
     **dict.fromkeys(("/v1/messages/count_tokens", "/tokenize", "/detokenize"), "key"),
     **dict.fromkeys(("/v1/models", "/v1/models/{name:path}"), "key"),
@@ -176,6 +178,15 @@ def test_each_route_refuses_keys_without_permission(
             assert (bare == 401) == (owner != "open"), (method, path, bare)
             assert (user == 403) == (owner == "admin") and user != 401, (method, path, user)
             assert ask(ROOT, method, path).status_code not in (401, 403), (method, path)
+
+
+def test_a_path_that_begins_like_an_open_page_needs_a_key(url: str) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    for path in ("/docs/../v1/models", "/docs/assets/../../v1/models", "/docs/assets/x", "/openapi.json/"):
+        client = HTTPConnection(host, int(port), timeout=60)  # httpx would resolve the path
+        client.request("GET", path)
+        assert client.getresponse().status == 401, path
+        client.close()
 
 
 def test_an_object_is_404_for_other_keys(ask: Ask) -> None:
