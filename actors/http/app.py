@@ -113,9 +113,15 @@ def create_app(
         def first_prompt() -> str | None:
             return sample_prompt(target_folder(engine.config))
 
-        plain = engine.config.speculative_config is None
-        advice = f"No speculation: {speculation_advice(engine.config.model)}" if plain else ""
-        app.include_router(ui_routes(batches=batches is not None, prompt=first_prompt, advice=advice))
+        advice = f"No speculation: {speculation_advice(engine.config.model)}"
+        app.include_router(
+            ui_routes(
+                batches=batches is not None,
+                prompt=first_prompt,
+                speculative_config=engine.config.speculative_config,
+                advice=advice,
+            )
+        )
     gate = partial(
         RequestGate,
         settings=settings,

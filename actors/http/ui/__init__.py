@@ -14,10 +14,11 @@ from importlib.resources import files
 from fastapi import APIRouter, Response
 from fastapi.responses import RedirectResponse
 
+from ....cluster.config import SpeculativeConfig
+
 PATH = "/ui"
-_NO_BATCHES = b"<body data-batches>", b"<body>"
-_PROMPT, _ADVICE = b"<!-- the first prompt -->", b"<!-- the advice -->"
-USUAL_PROMPT = "Explain in three sentences why the sky is blue."
+_BODY, _PROMPT, _ABOUT = b"<body>", b"<!-- the first prompt -->", b"<!-- about speculation -->"
+USUAL_PROMPT = "Write a Python function that checks whether a number is prime."
 # Nothing is loaded from, sent to or framed by other origins; model output is shown as text, never as HTML.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -32,23 +33,32 @@ _HEADERS = {
 
 
 def ui_routes(
-    *, batches: bool, prompt: Callable[[], str | None] = lambda: None, advice: str = ""
+    *,
+    batches: bool,
+    prompt: Callable[[], str | None] = lambda: None,
+    speculative_config: SpeculativeConfig | None = None,
+    advice: str = "",
 ) -> APIRouter:
     """Return the routes.
 
     Args:
         batches: whether the server has batches for the page to show.
         prompt: called for the first visitor: the prompt with which the page opens, None for the usual one.
-        advice: shown instead of a second column by a server without speculation; "" for one with it.
+        speculative_config: of the engine; without one the page shows `advice` and no second column.
+        advice: what to do for speculation.
     """
     router = APIRouter(include_in_schema=False)
+    drafts, about = "none", advice
+    if speculative_config is not None:
+        drafts = "copies" if speculative_config.method in _COPYING else "passes"
+        about = describe_speculation(speculative_config)
+    body = f'<body data-drafts="{drafts}"{" data-batches" if batches else ""}>'
 
     @cache
     def page() -> bytes:
         content = files(__name__).joinpath("page.html").read_bytes()
-        content = content.replace(_ADVICE, html.escape(advice).encode())
-        content = content.replace(_PROMPT, html.escape(prompt() or USUAL_PROMPT).encode())
-        return content if batches else content.replace(*_NO_BATCHES)
+        content = content.replace(_BODY, body.encode()).replace(_ABOUT, html.escape(about).encode())
+        return content.replace(_PROMPT, html.escape(prompt() or USUAL_PROMPT).encode())
 
     @router.get("/")
     async def root() -> Response:
@@ -59,3 +69,26 @@ def ui_routes(
         return Response(page(), media_type="text/html; charset=utf-8", headers=_HEADERS)
 
     return router
+
+
+_COPYING = frozenset({"suffix", "ngram"})
+
+
+def describe_speculation(config: SpeculativeConfig) -> str:
+    """Return where drafts come from and when there are some, for readers who know neither."""
+    texts = "the prompt or the answer"
+    if config.suffix_decoding_max_cached_requests:
+        texts = "the prompt, the answer or earlier answers"
+    copied = f"the tokens that followed the same words in {texts}"
+    if config.method in _COPYING:
+        proposed, when = f"A step proposes {copied}", "wherever words repeat"
+    else:
+        drafter = "A small drafter" if config.has_model else "An additional layer of the model"
+        proposed = f"{drafter} proposes several tokens"
+        when = "in every step"
+        if config.suffix_drafts:
+            proposed += f" or {copied}"
+    checked = "one step of the model checks them all: the answer is the same in fewer steps"
+    return (
+        f"{proposed}, and {checked}. Here it drafts {when}, also where this machine would be faster without."
+    )
