@@ -14,16 +14,16 @@ from typing import Literal
 
 import httpx
 from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.ui import USUAL_PROMPT
 from manta.cluster.config import EngineConfig
 from PIL import Image
 from support.checkpoints.text_pair import LiveServer
 from support.servers.browser import Browser, real_browser, wait_for
 
-PROMPT = "List five tips for better sleep."
 # Name, width, height, colors, and the element at the top.
 PICTURES: tuple[tuple[str, int, int, Literal["light", "dark"], str], ...] = (
-    ("ui", 1180, 880, "light", "header"),
-    ("ui-dark", 1180, 880, "dark", "header"),
+    ("ui", 1180, 912, "light", "header"),
+    ("ui-dark", 1180, 912, "dark", "header"),
     ("ui-phone", 390, 760, "light", "#turns"),
 )
 WAIT_S = 60.0
@@ -59,13 +59,13 @@ def take(browser: Browser, path: Path, top: str) -> None:
     time.sleep(2)  # the page looks at the metrics every second
     browser.picture(path)
     with Image.open(path) as picture:
-        small = picture.quantize(128)
+        small = picture.quantize(256)
     small.save(path, optimize=True)
 
 
 def run(browser: Browser) -> None:
     browser.run(
-        f"document.getElementById('prompt').value = {json.dumps(PROMPT)};"
+        f"document.getElementById('prompt').value = {json.dumps(USUAL_PROMPT)};"
         "document.getElementById('chat').checked = true; document.getElementById('temperature').value = 0;"
         "document.getElementById('anew').click(); document.getElementById('go').click()"
     )
