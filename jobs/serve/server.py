@@ -13,9 +13,9 @@ import importlib
 import logging
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from ...actors.http.config.settings import ServerSettings
 from ...actors.http.config.settings_mapping import split_models
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from ...actors.workers.base.fork_server import ForkServer
 
+_T = TypeVar("_T")
 POLL_S = 0.1
 STATUS_POLL_S = 1.0
 RESOURCES_POLL_S = 2.0
@@ -58,6 +59,10 @@ ROOM_TIMEOUT_S = 60.0
 NEW_NODE_TIMEOUT_S = 900.0
 # Serve's own log lines only help to debug Serve; Manta logs each request.
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
+
+
+class _RayLostError(Exception):
+    pass
 
 
 class Server:
@@ -102,6 +107,12 @@ class Server:
 
     def drain(self, why: str) -> None:
         """Refuse new requests. Running ones have `shutdown_timeout`, and then get an error event."""
+        try:
+            self._drain(why)
+        except _RayLostError as lost:
+            self._report(f"{lost}: running requests have ended with it")
+
+    def _drain(self, why: str) -> None:
         from ray import serve
 
         began_s = time.monotonic()
@@ -113,15 +124,28 @@ class Server:
         )
         if self._environment is not None and self._environment.haproxy is not None:
             self._environment.haproxy.refuse_requests()
-        serve.delete(self._name, _blocking=False)
+        self._ask(lambda: serve.delete(self._name, _blocking=False))
         deadline_s = began_s + allowed_s + DRAIN_MARGIN_S
         with counting("draining", self._report, begin=False):
-            while self._name in serve.status().applications and time.monotonic() < deadline_s:
+            while self._name in self._ask(serve.status).applications and time.monotonic() < deadline_s:
                 time.sleep(POLL_S)
         if time.monotonic() - began_s >= allowed_s:
             self._await_proxy_retries()
         self._deployed = False
         self._report(f"drained in {time.monotonic() - began_s:.1f} s")
+
+    def _ask(self, call: Callable[[], _T]) -> _T:
+        """Return what Serve answers. Raises _RayLostError, which Serve itself would notice after a minute.
+
+        A signal to a process group, as `timeout` sends it, ends Ray's processes at the same time.
+        """
+        answer = in_thread(call)
+        while not answer.done():
+            if self.owns_ray and (lost := dead_ray_process()) is not None:
+                self._ray_is_lost = True
+                raise _RayLostError(f"Ray's {lost} has ended")
+            time.sleep(POLL_S)
+        return answer.result()
 
     def _await_proxy_retries(self) -> None:
         """Wait while HAProxy retries, on other servers, requests that were refused before they began."""

@@ -6,11 +6,13 @@ How it ends while it serves: test_serve_chaos.py.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from manta.actors.system.host_resources import free_port
 from support.jobs.job_process import WAIT_S, JobProcess
@@ -46,4 +48,18 @@ def test_a_server_whose_raylet_is_killed_ends_and_leaves_nothing_behind(server: 
     os.kill(raylet, signal.SIGKILL)
     assert server.process.wait(WAIT_S) == 1, server.output
     assert "Ray's raylet has ended" in server.output
+    server.wait_until_all_ended()
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_servers_group_which_ends_ray_too_ends_the_server(server: JobProcess) -> None:
+    """As `timeout` sends it; Serve itself would wait a minute for the ended GCS, and fail."""
+    server.wait_for("try it: ")
+    url = re.search(r"serving on (http\S+);", server.output)
+    assert url is not None
+    body = {"prompt": "def f(", "max_tokens": 64}
+    assert httpx.post(f"{url[1]}/v1/completions", json=body, timeout=WAIT_S).status_code == 200
+    os.killpg(server.process.pid, signal.SIGTERM)
+    assert server.process.wait(WAIT_S) == 0, server.output
+    assert "has ended: running requests have ended with it" in server.output
     server.wait_until_all_ended()
