@@ -288,6 +288,12 @@ WRONG = [
     ("batch -m m -i rows.parquet -o out", 1, "not a readable Parquet file"),
     ("batch -m m -i rows.parquet -o out --concurrency 0", 1, "concurrency=0"),
     ("bench m", 1, "speculative_config is missing"),
+    (
+        "bench models/target --spec-model models/drafter --prompts bad.jsonl",
+        1,
+        "bad.jsonl, row 2: The line is not valid JSON",
+    ),
+    ("batch -m m -i lists.jsonl -o out", 1, "none of its first rows is a JSON object with fields"),
     ("demo --target nowhere", 1, "nowhere is missing"),
 ]
 
@@ -329,6 +335,8 @@ def test_wrong_input_ends_with_a_message_not_a_traceback(
     monkeypatch.chdir(tmp_path)
     Path("sixties.yaml").write_text("model: m\nreplicas: 1:4\n")
     Path("rows.parquet").write_bytes(b"not parquet")
+    Path("bad.jsonl").write_text('{"prompt": "a"}\nno JSON\n')
+    Path("lists.jsonl").write_text("[1]\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         got, err = run(capsys, *shlex.split(command.replace("PORT", port)))

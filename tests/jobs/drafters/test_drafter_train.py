@@ -319,8 +319,9 @@ def test_more_data_can_be_given_where_there_was_too_little(tmp_path: Path) -> No
     shape = {"layers": 1, "block_size": 4, "mask_token_id": None, "max_tokens": 6, "data": (str(rows),)}
     run = options(MODELS / "target", tmp_path / "run", **shape)
     rows.write_text("\n".join(lines[:4]))
-    with pytest.raises(ConfigError, match="3 training sequences are fewer"):
+    with pytest.raises(DatasetError, match="4 usable rows are fewer than"):
         train_drafter(run, lambda _: None)
+    assert not list((tmp_path / "run").glob("answers/*")), "said before anything is answered"
     rows.write_text("\n".join(lines))
     assert train_drafter(run, lambda _: None).num_steps == 2
 
