@@ -126,7 +126,7 @@ def read_rows(path: Path, count: int | None = None) -> list[PromptRow]:
         with file.reading(), file.open_text("jsonl") as text:
             lines += [line for _, line in text.raw_records() if isinstance(line, bytes)]
     some = len(lines) if count is None else min(count, len(lines))
-    records = [_record(path, lines, i * len(lines) // (count or some)) for i in range(some)]
+    records = [_record(path, lines, i * len(lines) // some) for i in range(some)]
     row_schema = RowSchema(category_column="category")
     return [
         PromptRow(
