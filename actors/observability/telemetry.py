@@ -121,7 +121,7 @@ class RequestTelemetry:
         self._captured = Counter({(result,): 0 for result in get_args(CaptureResult)})
         self._tenants = BoundedLabels(max_label_values)
         self._categories = BoundedLabels(max_label_values, categories)
-        self._by_requester: dict[str, Counter[tuple[str, ...]]] = {
+        self._by_tenant: dict[str, Counter[tuple[str, ...]]] = {
             f"{what}_by_{label}": Counter()
             for what, _, _ in ACCOUNT_METRICS
             for label in ("tenant", "category")
@@ -164,12 +164,12 @@ class RequestTelemetry:
         self._histograms["vllm:request_params_n"].observe(ended.num_completions)
         self._histograms["vllm:request_max_num_generation_tokens"].observe(ended.longest)
 
-    def count_by_requester(self, tenant: Tenant, *counts: int) -> None:
+    def count_by_tenant(self, tenant: Tenant, *counts: int) -> None:
         """Count what a request that has ended for any reason took: see `ACCOUNT_METRICS`."""
         named = self._tenants.of(tenant.tenant), self._categories.of(tenant.category)
         for label, value in zip(("tenant", "category"), named, strict=True):
             for (what, _, _), count in zip(ACCOUNT_METRICS, counts, strict=True):
-                self._by_requester[f"{what}_by_{label}"][value,] += count
+                self._by_tenant[f"{what}_by_{label}"][value,] += count
 
     def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None:
         self._http[handler, method, str(status)] += 1
@@ -181,7 +181,7 @@ class RequestTelemetry:
         self._batch_tokens["prompt",] += lines.prompt_tokens
         self._batch_tokens["generation",] += lines.generation_tokens
         for category, counts in lines.by_category.items():
-            self.count_by_requester(Tenant(lines.tenant, category), *counts)
+            self.count_by_tenant(Tenant(lines.tenant, category), *counts)
 
     def count_rejection(self, error: MantaError) -> None:
         """Count a request that ended before its first token, unless it is invalid."""
@@ -232,7 +232,7 @@ class RequestTelemetry:
             **engine_values(stats, self._speedup.ratio(stats)),
             "vllm:admission_rejections": {**rejection_values(stats), **self._rejected},
             **info_values(self._engine, stats),
-            **{name: dict(counts) for name, counts in self._by_requester.items()},
+            **{name: dict(counts) for name, counts in self._by_tenant.items()},
             "dflash:batch_rows": dict(self._batch_rows),
             "dflash:batch_tokens": dict(self._batch_tokens),
             "dflash:lossless_audit": dict(self._audits),

@@ -108,7 +108,7 @@ def prepare(
     else:
         _check_context(server, request, prompts)
     caller = caller_of(http.scope)
-    tenant, ignored_fields = _requester(server, request, http, caller)
+    tenant, ignored_fields = _tenant(server, request, http, caller)
     all_ignored += ignored_fields
     origin: ResumeOrigin | None = http.scope["state"].get("origin")
     if origin is not None and params.seed is None:
@@ -167,7 +167,7 @@ def _priority(server: ServerContext, request: GenerationRequest, http: Request) 
     return 0
 
 
-def _requester(
+def _tenant(
     server: ServerContext, request: GenerationRequest, http: Request, caller: Caller
 ) -> tuple[Tenant, list[str]]:
     """Return the request's tenant and category, and ignored fields."""

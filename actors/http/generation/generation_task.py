@@ -227,12 +227,12 @@ class RequestStats:
         num_accepted = sum(cost.num_accepted_tokens for cost in self.costs)
         return mean_acceptance_length(sum(cost.num_steps for cost in self.costs), num_accepted)
 
-    def count_by_requester(self, tenant: Tenant, telemetry: RequestTelemetry) -> None:
+    def count_by_tenant(self, tenant: Tenant, telemetry: RequestTelemetry) -> None:
         """Count the tokens and drafts of a request that has ended, whether it succeeded or failed."""
         costs = [cost for cost in self._costs if cost is not None]
         num_accepted = sum(cost.num_accepted_tokens for cost in costs)
         num_steps = sum(cost.num_steps for cost in costs)
-        telemetry.count_by_requester(tenant, self.num_output_tokens, num_steps, num_accepted)
+        telemetry.count_by_tenant(tenant, self.num_output_tokens, num_steps, num_accepted)
 
     def usage(self) -> JsonObject:
         prompt, output = self.num_prompt_tokens, self._num_resumed + self.num_output_tokens

@@ -167,7 +167,7 @@ class GenerationRun:
         work = self.task
         identity = {"request_id": work.request_id, "id": work.id, "model": work.model}
         self.server.telemetry.log_request({**identity, **self.figures.log_fields(), "status": status})
-        self.figures.count_by_requester(work.tenant, self.server.telemetry)
+        self.figures.count_by_tenant(work.tenant, self.server.telemetry)
         if self.server.tracing is not None:
             self.server.tracing.end(work, self.figures, status, self.server.engine.drafter)
         if self._audited is not None and self.server.audit is not None and status == 200:

@@ -135,8 +135,8 @@ def test_a_redaction_hook_decides_what_is_captured_and_a_failing_hook_captures_n
 
 
 def test_prompts_may_be_omitted_and_nothing_is_captured_by_default(pair: tuple[Path, Path]) -> None:
-    prompt, requester = EncodedPrompt((1, 2)), Tenant(named="acme")
-    answers = CapturedAnswers([prompt], "tiny", requester, 0.5, {(0, 0): [3], (0, 1): [4, 5]})
+    prompt, tenant = EncodedPrompt((1, 2)), Tenant(named="acme")
+    answers = CapturedAnswers([prompt], "tiny", tenant, 0.5, {(0, 0): [3], (0, 1): [4, 5]})
     private, whole = (answers.records(prompts=prompts) for prompts in (False, True))
     assert [(each.prompt_token_ids, each.token_ids) for each in private] == [((), (3,)), ((), (4, 5))]
     assert {each.prompt_token_ids for each in whole} == {(1, 2)}
@@ -144,7 +144,7 @@ def test_prompts_may_be_omitted_and_nothing_is_captured_by_default(pair: tuple[P
     config = EngineConfig(model=str(pair[0]))
     assert open_capture(config, ServerSettings(), lambda result: None) is None
     none = open_capture(config, ServerSettings(capture="/c", capture_fraction=0.0), lambda result: None)
-    assert none is not None and none.choose([prompt], NOT_RESUMED, "tiny", requester, 1.0) is None
+    assert none is not None and none.choose([prompt], NOT_RESUMED, "tiny", tenant, 1.0) is None
 
 
 def records_of(sizes: list[int]) -> list[CapturedRecord]:

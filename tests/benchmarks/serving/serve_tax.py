@@ -148,12 +148,12 @@ async def _run_side(
     """Return a pass for each point; with `may_fail` for the points before the first failure."""
     found: dict[tuple[int, float], TaxPass] = {}
     try:
-        async with side as requester:
+        async with side as asker:
             for streams, temperature in options.points:
                 questions = _questions(prompts, streams, options.max_tokens, temperature)
                 warm_up = [replace(q, max_tokens=WARM_UP_TOKENS) for q in questions[:streams]]
-                await _ask_all(requester, warm_up, streams)
-                found[streams, temperature] = await _measure(requester, questions, streams)
+                await _ask_all(asker, warm_up, streams)
+                found[streams, temperature] = await _measure(asker, questions, streams)
     except MantaError as error:
         if not may_fail:
             raise
@@ -161,9 +161,9 @@ async def _run_side(
     return found
 
 
-async def _measure(requester: Asker, questions: Sequence[Question], streams: int) -> TaxPass:
+async def _measure(asker: Asker, questions: Sequence[Question], streams: int) -> TaxPass:
     before, begin_s = read_role_clocks(), time.perf_counter()
-    replies = await _ask_all(requester, questions, streams)
+    replies = await _ask_all(asker, questions, streams)
     seconds = time.perf_counter() - begin_s
     ids = [reply.token_ids for reply in replies if reply.token_ids is not None]
     return TaxPass(
@@ -175,13 +175,13 @@ async def _measure(requester: Asker, questions: Sequence[Question], streams: int
     )
 
 
-async def _ask_all(requester: Asker, questions: Sequence[Question], at_once: int) -> list[Reply]:
+async def _ask_all(asker: Asker, questions: Sequence[Question], at_once: int) -> list[Reply]:
     """Return the replies in the order of the questions; raises the first failure."""
     replies: dict[int, Reply] = {}
     waiting = iter(enumerate(questions))
 
     async def work() -> None:
-        async with requester.worker() as ask:
+        async with asker.worker() as ask:
             for i, question in waiting:
                 replies[i] = await ask(question)
 

@@ -141,8 +141,8 @@ class HttpAsker:
 
 @asynccontextmanager
 async def engine_side(config: EngineConfig, scratch: Path) -> AsyncIterator[Asker]:
-    async with _engine(config, make_executor) as requester:
-        yield requester
+    async with _engine(config, make_executor) as asker:
+        yield asker
 
 
 @asynccontextmanager
@@ -151,8 +151,8 @@ async def actor_side(config: EngineConfig, scratch: Path) -> AsyncIterator[Asker
 
     started_here = join_or_start_ray(log_to_driver=False)
     try:
-        async with _engine(config, RayExecutor) as requester:
-            yield requester
+        async with _engine(config, RayExecutor) as asker:
+            yield asker
     finally:
         if started_here:
             ray.shutdown()
