@@ -165,7 +165,7 @@ def test_products_are_planned_for_the_devices_multiprocessors():
     plans = []
     for processors in (132, 148):
         workspace.processors = processors
-        plans.append(OwnProjection(weight_OK[None, None], None, workspace)._plan.splits)
+        plans.append(OwnProjection(weight_OK[None, None], None, workspace)._tiling.splits)
     assert plans[0] != plans[1]
 
 
