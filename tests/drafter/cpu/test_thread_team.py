@@ -142,8 +142,8 @@ assert all(layer(x).equal(expected) for _ in range(200))
 def test_two_threads_on_one_core_become_one_and_two_again_with_equal_bits():
     """The second thread's trial is passed for it: on one core a real one fails.
 
-    Slow: when waits are long enough to count depends on the machine and its kernel; on an EPYC with AVX2 alone
-    two threads remained two for four minutes.
+    Slow: when waits are long enough to count depends on the machine and its kernel; on an EPYC with AVX2
+    alone two threads remained two for four minutes.
     """
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], timeout=600, check=False, capture_output=True, text=True
