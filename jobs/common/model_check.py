@@ -18,7 +18,7 @@ from ...cluster.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class CheckedModel:
-    """What was read. `tokenizer` is None with `skip_tokenizer_init`; `plan.config` names its devices."""
+    """What was read. `tokenizer` is None with `skip_tokenizer_init`; `resolved.config` names its devices."""
 
     resolved: ResolvedConfig
     tokenizer: Tokenizer | None

@@ -53,9 +53,8 @@ def renumber(output: Storage, index: OutputIndex, form: OutputForm, id_hashes: n
 
     stale = list(index.stale.values())
     for record, now in zip(stale, in_parallel(numbers, stale), strict=True):
-        if (now != REMOVED).all() and (
-            np.diff(now) > 0
-        ).all():  # the same rows in the same order: keep the file
+        # The same rows in the same order: the file stays.
+        if (now != REMOVED).all() and (np.diff(now) > 0).all():
             by_old = dict(zip(iterate_rows(record.rows), now.tolist(), strict=True))
             failures = renumber_failures([(record.failures, by_old)])
             same = replace(record, numbering=run, rows=from_rows(now.tolist()), failures=failures)

@@ -72,7 +72,7 @@ class DrafterSession(Protocol):
 class LoadedDrafter:
     """A drafter with copies of the target's embedding and head; creates sessions.
 
-    `plan`: an engine's; others must have the same settings where the weights depend on them. Raises
+    `resolved`: an engine's settings; others must have the same where the weights depend on them. Raises
     CheckpointError, ConfigError from loading.
     """
 
@@ -122,13 +122,13 @@ class LoadedDrafter:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run a small step, to pay for slow first calls before an engine needs drafts in time."""
-        plan, tokens = self.resolved, 2
-        groups = plan.pages.groups
-        drafts = min(plan.num_speculative_tokens, plan.max_model_len - tokens - 1)
+        resolved, tokens = self.resolved, 2
+        groups = resolved.pages.groups
+        drafts = min(resolved.num_speculative_tokens, resolved.max_model_len - tokens - 1)
         if drafts < 1:
             return
-        pages = pages_for(tokens + drafts + 1, plan.page_size)
-        session = self.make_session(plan, (pages * len(groups),) * plan.pages.num_pools)
+        pages = pages_for(tokens + drafts + 1, resolved.page_size)
+        session = self.make_session(resolved, (pages * len(groups),) * resolved.pages.num_pools)
         prompt = np.zeros(tokens, np.int32)
         prefill = dummy_step([0], [tokens], [0], prompts=[prompt], num_pages=[pages], groups=groups)
         for step in (prefill, dummy_step([tokens], [drafts + 1], [drafts])):

@@ -186,17 +186,15 @@ class TrimLists:
             num_drafts: K.
         """
         parts = TrimLists._parts(room, num_drafts, len(factors))
-        values = np.zeros(sum(reserved for _, reserved in parts), dtype=np.float32)
+        values = np.zeros(TrimLists.num_values(room, num_drafts, len(factors)), dtype=np.float32)
         ends = np.cumsum([reserved for _, reserved in parts])[:-1]
         weights_R, bias_R, bias_K, slope_K, factors_T = np.split(values, ends)
         factors_T[: len(factors)] = factors
         # By the prior trees grow on the host, too.
         bias_K[:num_drafts], slope_K[:num_drafts] = AcceptanceCurve.prior(num_drafts)
         if trim is not None:
-            weights_R[: len(requests_G)], bias_R[: len(requests_G)] = (
-                trim.weights_R[requests_G],
-                trim.bias_R[requests_G],
-            )
+            weights_R[: len(requests_G)] = trim.weights_R[requests_G]
+            bias_R[: len(requests_G)] = trim.bias_R[requests_G]
             bias_K[: len(trim.bias_K)], slope_K[: len(trim.bias_K)] = trim.bias_K, trim.slope_K
         return values.view(np.int32)
 
@@ -204,9 +202,8 @@ class TrimLists:
     def views_of(cls, values: Tensor, room: int, num_drafts: int, num_factors: int = 0) -> TrimLists:
         """Return views of packed values on the device."""
         parts = TrimLists._parts(room, num_drafts, num_factors)
-        reserved = values.view(torch.float32)[: sum(size for _, size in parts)].split(
-            [size for _, size in parts]
-        )
+        packed = values[: cls.num_values(room, num_drafts, num_factors)].view(torch.float32)
+        reserved = packed.split([size for _, size in parts])
         return cls(*(part[:used] for part, (used, _) in zip(reserved, parts, strict=True)))
 
 
