@@ -46,6 +46,7 @@ from .common.vllm_flags import without_vllm_flags
 from .dashboards.cli import dashboards
 from .demo.demo_run import DemoOptions, run_demo
 from .drafters.cli import drafter
+from .kv_tier import kv_tier
 from .logs import logs
 from .models import models
 
@@ -61,6 +62,7 @@ simulate = CommandGroup(help="Simulate a node of GPUs that serves a model.")
 app.add_typer(bench, name="bench")
 app.add_typer(dashboards, name="dashboards")
 app.add_typer(drafter, name="drafter")
+app.add_typer(kv_tier, name="kv-tier")
 app.add_typer(logs, name="logs")
 app.add_typer(models, name="models")
 app.add_typer(simulate, name="simulate")

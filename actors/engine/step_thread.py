@@ -118,6 +118,7 @@ class StepThread:
                 if time.monotonic() >= self._speculation_cache.due_s:
                     self._speculation_cache.write()
             self._speculation_cache.write()
+            self._core.save_pages()
             self.failure = EngineDeadError("The engine is shutting down. Retry.")
         except MantaError as error:
             self.failure = error
@@ -133,7 +134,7 @@ class StepThread:
     def _await_work(self) -> bool:
         """Run commands; sleep while there is nothing to do. False when closing."""
         with self._wake:
-            while not self._closing and not self._inbox and not self._core.has_unfinished:
+            while not self._closing and not self._inbox and not self._core.has_work:
                 self._wake.wait()
             commands = list(self._inbox)
             self._inbox.clear()

@@ -9,11 +9,13 @@ from ...cluster.errors import EngineDeadError
 from ...cluster.request.structured_outputs import Grammar
 from ...cluster.step.clock import MACHINE_CLOCK, EngineClock
 from ...cluster.step.executor import DrafterHealth, Executor, ExecutorInfo
+from ...cluster.step.page_transfer import PagesMoved, PageTransfer
 from ...cluster.step.scheduler_output import SchedulerOutput, StepResult
 
 if TYPE_CHECKING:
     from ..targets.loading.drafter_swap import DrafterSwap
     from ..targets.loading.resolved_config import ResolvedConfig
+    from ..targets.runners.page_mover import PageMover
     from ..targets.runners.runner_interface import Runner
 
 
@@ -57,6 +59,19 @@ class InProcessExecutor:
 
     def collect(self) -> StepResult:
         return self._alive().collect()
+
+    def move_pages(self, transfer: PageTransfer) -> None:
+        """Begin to move pages; the steps so far have ended."""
+        self._mover.begin(transfer)
+
+    def moved_pages(self, wait_s: float) -> list[PagesMoved]:
+        return self._mover.take_ended(wait_s)
+
+    @property
+    def _mover(self) -> PageMover:
+        mover = self._alive().mover
+        assert mover is not None, "info.kv_tier says whether there is a tier"
+        return mover
 
     def check_health(self) -> None:
         self._alive()

@@ -31,6 +31,7 @@ from ...cluster.fleet.placement import Topology
 from ...cluster.request.structured_outputs import Grammar
 from ...cluster.step.clock import MACHINE_CLOCK, EngineClock
 from ...cluster.step.executor import DrafterHealth, ExecutorInfo
+from ...cluster.step.page_transfer import MovesOfRanks, PagesMoved, PageTransfer
 from ...cluster.step.scheduler_output import SchedulerOutput, StepResult
 from ..checkpoints.checkpoint_paths import with_absolute_paths, with_drafter
 from ..system.log_setup import in_force
@@ -39,6 +40,8 @@ from .base.control_messages import (
     DrafterLoaded,
     DrafterReport,
     LoadDrafter,
+    MovesReport,
+    ReportMoves,
     UseDrafter,
 )
 from .base.grammar_compilation import GrammarLanes
@@ -108,6 +111,7 @@ class RayExecutor:
         self._config = with_absolute_paths(config)
         self._num_swaps = 0  # of a colocated drafter
         self._results: deque[StepResult] = deque()  # that arrived while other messages were awaited
+        self._moves = MovesOfRanks(self._config.tensor_parallel_size)
         atexit.register(self.close)
         try:
             self.info, self.worker_pids = self._start(placement_group, placement_timeout_s)
@@ -148,6 +152,27 @@ class RayExecutor:
             while not self._results:
                 self._results.append(self._receive(channel, StepResult))
             return self._results.popleft()
+
+    def move_pages(self, transfer: PageTransfer) -> None:
+        """Let all ranks move their part of pages, after the steps that were submitted so far."""
+        self._moves.begin(transfer)
+        with self._stepping, self._failing_with_peers() as channel:
+            channel.send(transfer, STEP_TIMEOUT_S, self.check_health)
+
+    def moved_pages(self, wait_s: float) -> list[PagesMoved]:
+        """Return the transfers that have ended on all ranks.
+
+        Ranks report beside their steps' results, so their reports are awaited only without a step in flight.
+        """
+        moves = self._moves
+        if moves.are_under_way:
+            with self._stepping, self._failing_with_peers() as channel:
+                if moves.num_awaited == 0:
+                    channel.send(ReportMoves(wait_s), STEP_TIMEOUT_S, self.check_health)
+                    moves.num_awaited = len(self._actors)
+                while wait_s and moves.num_awaited:
+                    moves.on_report(self._receive(channel, MovesReport).ended)
+        return moves.take_ended()
 
     def hold_grammar(self, grammar: Grammar) -> None:
         """Compile a grammar on every rank outside of the steps, and keep it.
@@ -197,7 +222,9 @@ class RayExecutor:
                 raise self._dead_error()
             if isinstance(reply, kind):
                 return reply
-            if isinstance(reply, DrafterReport):
+            if isinstance(reply, MovesReport):
+                self._moves.on_report(reply.ended)
+            elif isinstance(reply, DrafterReport):
                 assert self._drafter_supervisor is not None, "only remote drafters are reported"
                 self._drafter_supervisor.report(reply)
             else:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...cluster.errors import ConfigError, MantaError
 from ...cluster.step.executor import ExecutorInfo
+from ...cluster.step.page_transfer import PageTransfer
 from ...cluster.step.scheduler_output import SchedulerOutput, StepResult
 from .base.control_messages import (
     ControlMessage,
@@ -17,6 +18,8 @@ from .base.control_messages import (
     DrafterLoaded,
     DrafterReport,
     LoadDrafter,
+    MovesReport,
+    ReportMoves,
     UseDrafter,
 )
 from .base.worker_base import Worker
@@ -25,6 +28,7 @@ from .shm.endpoint import PeerLostError
 if TYPE_CHECKING:
     from ...drafter.grammars.matchers import GrammarStates
     from ..targets.loading.drafter_swap import DrafterSwap
+    from ..targets.runners.page_mover import PageMover
     from ..targets.runners.runner_interface import Runner
     from .drafter.remote_drafter import RemoteDrafterSource, SplitRunner
 
@@ -39,6 +43,7 @@ class TargetWorker(Worker):
     _drafts: RemoteDrafterSource | None
     _exchange: DrafterSwap
     _grammars: GrammarStates | None
+    _mover: PageMover | None
 
     def _load(self) -> ExecutorInfo:
         from ..targets.loading.drafter_swap import DrafterSwap
@@ -59,6 +64,7 @@ class TargetWorker(Worker):
             plan, Checkpoints(), self.ranks, remote_drafts=remote if plan.split else None
         )
         self._drafts = sources[-1] if sources else None
+        self._mover = runner.mover
         self._runner = SplitRunner(runner, self._drafts, plan) if self._drafts else runner
         self._exchange = DrafterSwap(plan, runner, self._drafts, self.ranks)
         self._info, self._report = info, DrafterReport(0, ready=True, lost=False)
@@ -100,8 +106,14 @@ class TargetWorker(Worker):
         self._report = report
         return report
 
-    def execute(self, message: ControlMessage) -> DrafterLoaded | None:
+    def execute(self, message: ControlMessage) -> DrafterLoaded | MovesReport | None:
         match message:
+            case PageTransfer():
+                assert self._mover is not None, "ExecutorInfo.kv_tier says whether there is a tier"
+                self._mover.begin(message)
+            case ReportMoves(wait_s):
+                assert self._mover is not None, "only transfers are reported"
+                return MovesReport(tuple(self._mover.take_ended(wait_s)))
             case DrafterAt(generation, address):
                 self._connect_drafter(generation, address)
             case LoadDrafter(model):

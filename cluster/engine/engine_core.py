@@ -8,9 +8,11 @@ thread-safe except for `stats`, `timelines`, `block_groups` and `has_unfinished`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import cast
 
 from ..config import EngineConfig
-from ..errors import OverloadedError, RequestError, brief
+from ..errors import EngineDeadError, OverloadedError, RequestError, brief
 from ..records.acceptance_slices import BlockGroup
 from ..records.request_timeline import RequestTimeline
 from ..request.request import FinishReason, Request, SamplingParams
@@ -20,11 +22,14 @@ from ..speculation.step_cost_model import StepCostModel
 from ..step.clock import EngineClock
 from ..step.executor import Executor
 from ..step.limits import SchedulerConfig, check_output_so_far, check_request
+from ..step.page_transfer import MovesPages
 from ..step.scheduler_output import SchedulerOutput, StepResult
 from ..step.step_outcome import SequenceUpdate
 from .engine_stats import STEP_PARTS, EngineStats, take_stats
 from .step_watchdog import StepWatchdog
 
+_MOVE_WAIT_S = 0.005  # for pages that move, between looks for requests
+_SAVE_S = 10.0  # most for the pages that are left to save at the end
 _WARM_UP_TOKENS = 48  # a few steps of each draft length: each yields a token at least
 
 __all__ = ["EngineCore", "SequenceUpdate"]
@@ -104,9 +109,11 @@ class EngineCore:
 
     def step(self) -> list[SequenceUpdate]:
         """Start as many steps as may be in flight, finish the oldest one, and return its updates, if any."""
+        self.move_pages(idle=not self.has_unfinished)
         while len(self._scheduler.in_flight) < self._max_in_flight and (plan := self.plan()) is not None:
             self._submit(plan)
         if not self._scheduler.in_flight:
+            self.move_pages(_MOVE_WAIT_S, idle=not self.has_unfinished)
             return []
         result = self._collect()
         return self.commit(result)
@@ -117,12 +124,24 @@ class EngineCore:
         health = self._executor.drafter_health
         if health.generation != self._drafter_generation:
             self._drafter_generation = health.generation
+            self._queues.tier.stop("the drafter was replaced, whose context its pages hold")
             self._watch.reset()
         self._scheduler.drafter.update_health(health)
         plan = self._scheduler.schedule(begin_s)
         self._has_waiting = self._queues.num_online_waiting > 0
         self._seconds["schedule"] += self._clock() - begin_s
         return plan
+
+    def move_pages(self, wait_s: float = 0.0, *, idle: bool) -> None:
+        """Begin and end moves of pages; wait for one if there is nothing else to do."""
+        tier = self._queues.tier
+        if not tier.is_busy:
+            return
+        executor = cast(MovesPages, self._executor)  # one with a tier is
+        for done in executor.moved_pages(wait_s):
+            tier.on_moved(done)
+        for transfer in tier.transfers(self._clock(), idle=idle):
+            executor.move_pages(transfer)
 
     def _submit(self, plan: SchedulerOutput) -> None:
         begin_s = self._clock()
@@ -149,6 +168,11 @@ class EngineCore:
         seconds["inject"] += timings.inject_s
         seconds["commit"] += self._clock() - begin_s
         return updates
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do, for requests or for pages to save while there are none."""
+        return self.has_unfinished or self._queues.tier.is_busy
 
     @property
     def has_unfinished(self) -> bool:
@@ -214,7 +238,15 @@ class EngineCore:
         self._scheduler.kv_cache_manager.cache.clear()
 
     def close(self) -> None:
+        self.save_pages()
         self._executor.close()
+
+    def save_pages(self) -> None:
+        """Save what the tier below the pages lacks, for another start; for some seconds at most."""
+        end_s = self._clock() + _SAVE_S
+        with suppress(EngineDeadError):
+            while self._queues.tier.is_busy and not self._scheduler.in_flight and self._clock() < end_s:
+                self.move_pages(_MOVE_WAIT_S, idle=True)
 
     def check_invariants(self) -> None:
         """Assert that no page, slot or token is lost or duplicated. For tests; it checks everything."""

@@ -65,6 +65,8 @@ class KVCacheManager:
                 config.num_states, config.num_slots, self.page_size, saves=saves
             )
         self.cache = PrefixCache(self.pools, self.groups, self.page_size, self.states)
+        # how often pages are held for moves, by pool
+        self._held_P = [np.zeros(pool.num_pages, dtype=np.int32) for pool in self.pools]
         shape = (len(self.groups), config.num_slots, pages_for(config.max_model_len, self.page_size))
         self.table_GSP = np.zeros(shape, dtype=np.int32)
         self.first_GS = np.zeros(shape[:2], dtype=np.int32)
@@ -89,13 +91,18 @@ class KVCacheManager:
 
     def find_prefix(self, sequence: Sequence) -> PrefixHit:
         """Return a sequence's cached prefix, without its last token (its row yields the next one)."""
+        digests = self.prefix_digests(sequence)
+        return self.cache.match(digests) if digests else self.cache.no_hit
+
+    def prefix_digests(self, sequence: Sequence) -> list[bytes]:
+        """Return the digests of the pages that a sequence may take from the cache; none if it may not."""
         request = sequence.request
         uses_cache = self._config.enable_prefix_caching and request.uses_cache
         if not uses_cache or sequence.lacks_prompt_logprobs:
-            return self.cache.no_hit
+            return []
         usable = (len(sequence.token_ids) - 1) // self.page_size
         self.cache.hash_pages(sequence.digests, sequence.token_ids, usable, request.cache_salt)
-        return self.cache.match(sequence.digests[:usable])
+        return sequence.digests[:usable]
 
     @property
     def has_state(self) -> bool:
@@ -260,6 +267,22 @@ class KVCacheManager:
         if self.states is not None:
             self.states.free(slot)
 
+    # A page moves to or from a tier below (`kv_tier.py`), which holds it meanwhile like a sequence.
+
+    def hold_new_page(self, group: int) -> int:
+        """Return a free page without content, which is held."""
+        (page,) = self._pool_of[group].allocate(1)
+        self._held_P[self.groups[group].pool][page] += 1
+        return page
+
+    def hold_pages(self, group: int, pages: list[int]) -> None:
+        self._pool_of[group].touch(pages)
+        self._held_P[self.groups[group].pool][pages] += 1
+
+    def drop_pages(self, group: int, pages: list[int]) -> None:
+        self._held_P[self.groups[group].pool][pages] -= 1
+        self._pool_of[group].release(pages)
+
     def pages(self, group: int, slot: int) -> list[int]:
         return self.table_GSP[group, slot, self.first_GS[group, slot] : self.end_GS[group, slot]].tolist()
 
@@ -268,7 +291,7 @@ class KVCacheManager:
         self.cache.check_invariants()
         if self.states is not None:
             self.states.check_invariants(table.sequences)
-        uses = [np.zeros(pool.num_pages, dtype=np.int32) for pool in self.pools]
+        uses = [held_P.copy() for held_P in self._held_P]
         group_of: dict[tuple[int, int], int] = {}
         for slot in table.sequences:
             for g, group in enumerate(self.groups):

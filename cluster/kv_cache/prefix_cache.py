@@ -45,6 +45,7 @@ from ..step.scheduler_output import IntArray
 from .recurrent_state_manager import RecurrentStateManager
 
 DIGEST_BYTES = 16
+Has = Callable[[int, bytes], bool]  # whether a group's page with this digest is there
 _SAMPLE_SIZE = 512  # sampled pages per pool, approximately
 
 
@@ -63,6 +64,11 @@ class PagePool:
     @property
     def num_free(self) -> int:
         return len(self._blank) + len(self._evictable)
+
+    @property
+    def num_blank(self) -> int:
+        """Number of free pages without content that is worth keeping."""
+        return len(self._blank)
 
     def num_evictable(self, pages: Sequence[int]) -> int:
         return sum(self.ref_counts[page] == 0 for page in pages)
@@ -173,13 +179,21 @@ class PrefixCache:
             parent = blake2b(parent + content, digest_size=DIGEST_BYTES).digest()
             digests.append(parent)
 
+    def page_of(self, group: int, digest: bytes) -> int | None:
+        return self._page_of[group].get(digest)
+
+    @property
+    def is_marking(self) -> bool:
+        return self._marked_pages is not None
+
     @property
     def no_hit(self) -> PrefixHit:
         return PrefixHit(0, tuple([] for _ in self._groups))
 
     def match(self, digests: list[bytes]) -> PrefixHit:
         """Return the longest cached prefix. Its pages may be free: `touch` them before allocating."""
-        shared = count = self._shorten_to_windows(digests, self._match_full(digests))
+        held = self._holds
+        shared = count = self._shorten_to_windows(digests, self._match_full(digests, held), held)
         if self._states is not None:
             count = self._shorten_to_states(digests, count, self._states)
         firsts = [group.first_page(count * self._page_size, self._page_size) for group in self._groups]
@@ -189,15 +203,36 @@ class PrefixCache:
         ]
         return PrefixHit(count, tuple(pages), shared)
 
-    def _match_full(self, digests: list[bytes]) -> int:
+    def missing(self, digests: list[bytes], is_elsewhere: Has) -> list[tuple[int, int, bytes]]:
+        """Return the pages to get from elsewhere for the longest prefix: index, group, digest, by index.
+
+        For targets without recurrent layers.
+        """
+
+        def can_get(group: int, digest: bytes) -> bool:
+            return self._holds(group, digest) or is_elsewhere(group, digest)
+
+        count = self._shorten_to_windows(digests, self._match_full(digests, can_get), can_get)
+        return [
+            (index, g, digests[index])
+            for index in range(count)
+            for g, group in enumerate(self._groups)
+            if index >= group.first_page(count * self._page_size, self._page_size)
+            and digests[index] not in self._page_of[g]
+        ]
+
+    def _holds(self, group: int, digest: bytes) -> bool:
+        return digest in self._page_of[group]
+
+    def _match_full(self, digests: list[bytes], has: Has) -> int:
         """Return the length of the longest prefix that every group without a window has."""
         count = len(digests)
-        for group, page_of in zip(self._groups, self._page_of, strict=True):
+        for g, group in enumerate(self._groups):
             if group.window is None:
-                count = next((i for i in range(count) if digests[i] not in page_of), count)
+                count = next((i for i in range(count) if not has(g, digests[i])), count)
         return count
 
-    def _shorten_to_windows(self, digests: list[bytes], count: int) -> int:
+    def _shorten_to_windows(self, digests: list[bytes], count: int, has: Has) -> int:
         """Return the longest prefix of at most `count` pages after which every window is cached."""
         windowed = [g for g, group in enumerate(self._groups) if group.window is not None]
         seen = dict.fromkeys(windowed, count)  # pages seen[g] .. count - 1 are cached
@@ -206,8 +241,8 @@ class PrefixCache:
             complete = True
             for g in windowed:
                 first = self._groups[g].first_page(count * self._page_size, self._page_size)
-                unseen, page_of = range(first, min(seen[g], count)), self._page_of[g]
-                gap = next((i for i in reversed(unseen) if digests[i] not in page_of), None)
+                unseen = range(first, min(seen[g], count))
+                gap = next((i for i in reversed(unseen) if not has(g, digests[i])), None)
                 if gap is None:
                     seen[g] = min(first, seen[g])
                 else:  # every window that reaches here from a shorter prefix has the same gap
@@ -217,7 +252,7 @@ class PrefixCache:
     def _shorten_to_states(self, digests: list[bytes], count: int, states: RecurrentStateManager) -> int:
         """Return the longest prefix of at most `count` pages that ends in a state and has its windows."""
         while (shorter := states.longest_prefix(digests, count)) != count:
-            count = self._shorten_to_windows(digests, shorter)
+            count = self._shorten_to_windows(digests, shorter, self._holds)
         return count
 
     def insert(self, group: int, pages: Iterable[tuple[bytes, int]]) -> None:

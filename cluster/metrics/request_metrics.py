@@ -136,6 +136,18 @@ REQUEST_METRICS: tuple[Metric, ...] = (
         stat="prefix_cache_hits",
     ),
     counter(
+        "vllm:external_prefix_cache_queries",
+        "tokens",
+        "Prompt tokens looked up in the tier below the prefix cache (kv_tier_path).",
+        stat="tier_queries",
+    ),
+    counter(
+        "vllm:external_prefix_cache_hits",
+        "tokens",
+        "Prompt tokens read from the tier below the prefix cache; they also count as its hits.",
+        stat="tier_hits",
+    ),
+    counter(
         "vllm:prompt_tokens_cached",
         "tokens",
         "Prompt tokens that were not computed; equals vllm:prefix_cache_hits.",

@@ -95,6 +95,7 @@ class _OpenInterval:
     first_step: int
     admitted_s: float
     num_cached: int
+    num_read: int
     waited: Mapping[Reason, float]
     released_s: float | None = None
     why: Why | None = None
@@ -171,8 +172,11 @@ class FlightRecorder:
     def on_blocked(self, reason: Reason, *, background: bool) -> None:
         self._waits[background].on_blocked(reason, self._now_s)
 
-    def on_admitted(self, request_id: str, slot: int, num_cached: int) -> None:
-        """Record that a request runs from this plan on, with `num_cached` tokens already computed."""
+    def on_admitted(self, request_id: str, slot: int, num_cached: int, num_read: int) -> None:
+        """Record that a request runs from this plan on, with `num_cached` tokens already computed.
+
+        Of these, `num_read` were read from a tier below the cache.
+        """
         timeline = self._live_requests[request_id]
         waits_before = timeline.waits
         totals = self._waits[timeline.background].until(self._now_s)
@@ -181,7 +185,7 @@ class FlightRecorder:
             for reason, s in totals.items()
             if s > waits_before.get(reason, 0.0)
         }
-        timeline.intervals.append(_OpenInterval(slot, self._step, self._now_s, num_cached, waited))
+        timeline.intervals.append(_OpenInterval(slot, self._step, self._now_s, num_cached, num_read, waited))
 
     def observe(self, step: CompletedStep) -> None:
         """Record a committed step, before its ended requests are reported."""
@@ -284,6 +288,7 @@ class FlightRecorder:
         return SlotInterval(
             admitted_s=interval.admitted_s,
             num_cached=interval.num_cached,
+            num_read=interval.num_read,
             waited=interval.waited,
             released_s=interval.released_s,
             why=interval.why,

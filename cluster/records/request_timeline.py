@@ -97,6 +97,7 @@ class SlotInterval:
 
     Attributes:
         num_cached: tokens found in the prefix cache.
+        num_read: those that were read into it from a tier below.
         waited: seconds that it waited before, by what held the queue; the rest was waiting for a step to end.
         released_s, why: None while it runs.
         num_forgotten: steps of the engine at its beginning that are not recorded any more.
@@ -104,6 +105,7 @@ class SlotInterval:
 
     admitted_s: float
     num_cached: int
+    num_read: int
     waited: Mapping[Reason, float]
     released_s: float | None
     why: Why | None

@@ -21,6 +21,7 @@ from operator import attrgetter
 import numpy as np
 
 from ..kv_cache.kv_cache_manager import KVCacheManager
+from ..kv_cache.kv_tier import make_tier
 from ..kv_cache.prefix_cache import PrefixHit
 from ..records.flight_recorder import FlightRecorder
 from ..records.request_timeline import Why
@@ -47,6 +48,7 @@ class RequestQueues:
 
     Attributes:
         running, waiting: sorted by rank.
+        tier: below the pages of the cache.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class RequestQueues:
         self._on_free = on_free
         self._flight_recorder = flight_recorder
         self.kv_cache_manager = KVCacheManager(config)
+        self.tier = make_tier(config, self.kv_cache_manager)
         self.table = SlotTable(config.num_slots, config.max_model_len, config.vocab_size)
         self.counters = Counters(config.num_speculative_tokens)
         self.running: list[Sequence] = []
@@ -113,6 +116,7 @@ class RequestQueues:
         self._flight_recorder.on_slot_lost(sequence.request.request_id, why)
         self.running.remove(sequence)
         self._release(sequence)
+        sequence.was_looked_up, sequence.num_read_tokens = False, 0
         insort(self.waiting, sequence, key=_by_rank)
 
     def running_without(self, slots_R: IntArray) -> list[Sequence]:
@@ -143,14 +147,20 @@ class RequestQueues:
         running = self.running
         return bool(running) and running[-1].request.background and not sequence.request.background
 
-    def admit(self, hit: PrefixHit, now_s: float) -> AdmittedRequest:
-        """Admit the first waiting sequence, with a cached prefix."""
-        table, sequence = self.table, self.waiting.pop(0)
+    def next_waiting(self) -> Sequence | None:
+        """Return the first sequence that waits for a slot, not for pages of a tier below the cache."""
+        return next((sequence for sequence in self.waiting if not sequence.is_read_for), None)
+
+    def admit(self, sequence: Sequence, hit: PrefixHit, now_s: float) -> AdmittedRequest:
+        """Admit a waiting sequence, with a cached prefix."""
+        table = self.table
+        self.waiting.remove(sequence)
         num_cached = hit.num_pages * self._config.page_size
         max_drafts = sequence.request.max_drafts(self._config.max_drafts)
         slot = table.admit(sequence, num_cached, max_drafts)
         state = self.kv_cache_manager.admit(slot, hit, sequence)
-        self._flight_recorder.on_admitted(sequence.request.request_id, slot, num_cached)
+        num_read = min(sequence.num_read_tokens, num_cached)
+        self._flight_recorder.on_admitted(sequence.request.request_id, slot, num_cached, num_read)
         insort(self.running, sequence, key=_by_rank)
         if sequence.num_cached_tokens is None:
             num_prompt_tokens = len(sequence.request.prompt_token_ids)
@@ -159,6 +169,8 @@ class RequestQueues:
             self.counters.prompt_tokens += num_prompt_tokens
             self.counters.prefix_cache_queries += num_prompt_tokens
             self.counters.prefix_cache_hits += sequence.num_cached_tokens
+            self.counters.tier_queries += num_prompt_tokens if sequence.was_looked_up else 0
+            self.counters.tier_hits += min(num_read, sequence.num_cached_tokens)
         request, tokens = sequence.request, table.copy_tokens(slot)
         return AdmittedRequest(
             slot,
@@ -186,6 +198,7 @@ class RequestQueues:
 
     def _release(self, sequence: Sequence) -> None:
         self._on_free(sequence.slot)
+        self.tier.offer(sequence)
         self.kv_cache_manager.free(sequence.slot)
         self.table.free(sequence)
 

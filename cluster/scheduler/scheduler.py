@@ -81,6 +81,7 @@ class Scheduler:
         self._admitted = []
         self.flight_recorder.on_planning(self._num_steps, now_s)
         self.kv_cache_manager.times.now_s = now_s
+        self.queues.tier.read_ahead(self.queues.waiting, len(self.queues.running), now_s)
         if self.config.halves and not self._prepare_two_batches():
             return None
         self.drafter.prepare()
@@ -295,8 +296,7 @@ class Scheduler:
         """Admit waiting sequences, strictly by rank, while there are slots, rows and pages."""
         queues, num_before, rows = self.queues, len(self._admitted), list[int]()
         blocked: Reason | None = None
-        while queues.waiting and queues.waiting[0].request.background == background:
-            sequence = queues.waiting[0]
+        while (sequence := queues.next_waiting()) and sequence.request.background == background:
             if budget <= 0:
                 blocked = "rows"
                 break
@@ -311,7 +311,7 @@ class Scheduler:
             if not queues.preempt_for(sequence, hit):
                 blocked = "pages"
                 break
-            self._admitted.append(queues.admit(hit, now_s))
+            self._admitted.append(queues.admit(sequence, hit, now_s))
             if sequence is self.drafter.refill.current:
                 self.counters.drafter_refilled_tokens += left
                 num_drafts = self.drafter.draft_length(background=background)
@@ -371,6 +371,7 @@ class Scheduler:
         if self.kv_cache_manager.states is not None:
             self.kv_cache_manager.states.commit(step.plan, outcome, self.table)
         self.drafter.on_completed(step.plan, result.timings)
+        self.queues.tier.on_completed(step.plan, result.timings)
         self.controller.on_completed(step, outcome, result, now_s, has_background=self.queues.has_background)
         updates = make_updates(self.table, outcome)
         self.queues.finish(updates)

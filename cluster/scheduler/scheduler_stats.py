@@ -29,6 +29,9 @@ class StepCounts:
     prompt_tokens: int = 0
     prefix_cache_queries: int = 0  # tokens
     prefix_cache_hits: int = 0  # tokens
+    # Tokens of prompts that a tier below the cache was asked for, and those of the hits that it had.
+    tier_queries: int = 0
+    tier_hits: int = 0
     generation_tokens: int = 0
     num_drafts: int = 0  # (request, step) pairs that verified drafts
     num_proposed_tokens: int = 0  # drafts that were made

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from ..config import EngineConfig
 from ..errors import RequestError, UnprocessableError, brief
 from ..pages.kv_cache_groups import KVCacheGroup, longest_sequence
+from ..pages.page_files import PageFolder
 from ..request.request import Request, SamplingParams
 from .executor import ExecutorInfo, RuleLimits
 
@@ -51,6 +52,7 @@ class SchedulerConfig:
     max_stop_token_ids: int | None
     has_grammars: bool
     rule_limits: RuleLimits | None
+    kv_tier: PageFolder | None = None
     max_length: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -87,6 +89,7 @@ class SchedulerConfig:
             max_stop_token_ids=info.max_stop_token_ids,
             has_grammars=info.has_grammars,
             rule_limits=info.rule_limits,
+            kv_tier=info.kv_tier,
         )
 
 

@@ -38,6 +38,9 @@ class Sequence:
         digests: of its first full pages, as far as they were needed.
         num_cached_tokens: tokens found in the prefix cache when it first entered; None before.
         queue_s: how long it waited until then.
+        was_looked_up, is_read_for: whether a tier below the cache was asked for its prefix since it waits,
+            and whether it waits for pages from there (`kv_cache/kv_tier.py`).
+        num_read_tokens: tokens whose pages were read from there.
     """
 
     request: Request
@@ -50,6 +53,9 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list[bytes])
     num_cached_tokens: int | None = None
     queue_s: float = 0.0
+    was_looked_up: bool = False
+    is_read_for: bool = False
+    num_read_tokens: int = 0
     slot: int = WAITING
 
     @classmethod

@@ -105,6 +105,7 @@ def _interval_json(interval: SlotInterval, arrival_s: float) -> JsonObject:
         "entered_ms": _ms_after(arrival_s, interval.admitted_s),
         "waited_ms": {reason: _ms(seconds) for reason, seconds in interval.waited.items()},
         "cached_tokens": interval.num_cached,
+        "cached_tokens_from_tier": interval.num_read,
         "forgotten_steps": interval.num_forgotten,
         "steps": [_step(step, arrival_s) for step in interval.steps],
         "left_ms": _ms_after(arrival_s, interval.released_s),

@@ -49,6 +49,7 @@ from ..runners.drafts.draft_source import (
 from ..runners.runner_interface import Runner
 from .checkpoint_models import Checkpoints, ModelSource
 from .executor_info import device_limits, executor_info
+from .kv_tier import check_tier, describe_tier, make_page_mover
 from .memory_budget import (
     affordable_pages,
     affordable_states,
@@ -128,6 +129,9 @@ def start_runner(
     if compiled:
         logger.info("%s", compiled)
     info = executor_info(resolved, num_pages, num_states, has_grammars=rank.grammars is not None)
+    if runner.mover is not None:
+        info = replace(info, kv_tier=runner.mover.folder)
+        logger.info("%s", describe_tier(resolved))
     cache_bytes = sum(count * size for count, size in zip(num_pages, page_bytes(resolved), strict=True))
     logger.info("%s", _describe(info, resolved, cache_bytes))
     if resolved.device.type != "cuda":
@@ -182,6 +186,7 @@ class _Rank:
     ) -> None:
         self._resolved, self._communicator, self._remote_drafts = resolved, communicator, remote_drafts
         refuse_unaffordable(resolved)
+        check_tier(resolved)
         sharding = Sharding(resolved.target, communicator.rank, communicator.world_size)
         weights = models.target(resolved, sharding)
         self.backend = backend = make_backend(resolved, communicator)
@@ -321,7 +326,9 @@ class _Rank:
         states = RequestStates(
             *state_args, resolved.device, batch, operators, resolved.pages, self.grammars, recurrent
         )
-        return CpuModelRunner(self._model, cache, states, drafts, self._communicator, operators)
+        caches = [cache] if draft_cache is None else [cache, draft_cache]
+        mover = make_page_mover(resolved, self._communicator, caches)
+        return CpuModelRunner(self._model, cache, states, drafts, self._communicator, operators, mover)
 
     def _mixer(self, proposer: SuffixProposer) -> SuffixMixer:
         return SuffixMixer(

@@ -50,6 +50,7 @@ from ..model.decoder import Decoder
 from ..model.tensor_parallel import Communicator
 from .drafts.colocated_drafter import ColocatedDrafter
 from .drafts.draft_source import Drafter, DraftSource
+from .page_mover import PageMover
 from .runner_interface import ReadsMeter
 from .verified_drafts import Chains, Trees
 
@@ -63,6 +64,7 @@ class CpuModelRunner:
     Args:
         states: this rank's copy of the running requests' state.
         operators: operators that sample and accept.
+        mover: moves pages to files and back; None without a tier below them.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class CpuModelRunner:
         drafts: DraftSource,
         communicator: Communicator,
         operators: StepOperators,
+        mover: PageMover | None = None,
     ) -> None:
         self.model = model
+        self.mover = mover
         self.cache = cache
         self.states = states
         self.drafts = drafts

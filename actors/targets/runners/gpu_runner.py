@@ -320,6 +320,11 @@ class GpuModelRunner:
     def grammars(self) -> GrammarStates | None:
         return self._grammars.states
 
+    @property
+    def mover(self) -> None:
+        """No tier: pages of a device's memory are not moved."""
+        return None
+
     @torch.inference_mode()
     def prepare(self) -> None:
         if self._captures:

@@ -12,6 +12,7 @@ from .drafts.draft_source import Drafter
 
 if TYPE_CHECKING:
     from ....drafter.grammars.matchers import GrammarStates
+    from .page_mover import PageMover
 
 
 class Runner(Protocol):
@@ -26,6 +27,11 @@ class Runner(Protocol):
     @property
     def grammars(self) -> GrammarStates | None:
         """Grammars of the running requests; None if the rank cannot use grammars."""
+        ...
+
+    @property
+    def mover(self) -> PageMover | None:
+        """What moves its pages to a tier below them and back; None without one."""
         ...
 
     def submit(self, plan: SchedulerOutput) -> None: ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ....cluster.errors import MantaError
+from ....cluster.step.page_transfer import PagesMoved, PageTransfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,4 +47,20 @@ class UseDrafter:
     accepted: bool
 
 
-ControlMessage = DrafterAt | LoadDrafter | UseDrafter
+@dataclass(frozen=True, slots=True)
+class ReportMoves:
+    """Report the page transfers that have ended (`MovesReport`); every rank answers.
+
+    Attributes:
+        wait_s: how long to wait for one, if no step is in flight.
+    """
+
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MovesReport:
+    ended: tuple[PagesMoved, ...]
+
+
+ControlMessage = DrafterAt | LoadDrafter | UseDrafter | PageTransfer | ReportMoves

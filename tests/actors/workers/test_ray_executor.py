@@ -120,3 +120,25 @@ def test_errors_of_a_broken_checkpoint_keep_their_type(plain, tiny_qwen3: Path, 
     with pytest.raises(CheckpointError, match=r"model\.safetensors") as caught:
         RayExecutor(replace(plain, model=str(tmp_path)))
     assert type(caught.value) is CheckpointError
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_engines_pages_are_read_by_the_next_one_on_all_ranks(
+    speculative, expected, tmp_path: Path, ranks: int
+) -> None:
+    config = replace(speculative, tensor_parallel_size=ranks, kv_tier_path=str(tmp_path / "tier"))
+    executor = RayExecutor(config)
+    engine = EngineCore(config, executor)
+    assert run_all(engine) == expected
+    wanted = acceptance(engine)
+    wait_until(lambda: engine.step() == [] and not engine.has_work)
+    kept = [len(list((tmp_path / "tier").glob(f"*/{rank}/*"))) for rank in range(ranks)]
+    assert min(kept) > 0 and len(set(kept)) == 1
+    os.kill(executor.worker_pids[0], signal.SIGKILL)
+    executor.close()
+    executor = RayExecutor(config)
+    again = EngineCore(config, executor)
+    assert run_all(again) == expected
+    assert again.stats().tier_hits > 0 and acceptance(again) == wanted
+    again.close()
+    assert_no_leftovers(executor)

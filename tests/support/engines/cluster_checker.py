@@ -450,12 +450,15 @@ class CheckedEngine(SimulatedEngine):
 
 
 def open_engine(
-    info: ExecutorInfo | None = None, survival: Sequence[float] = SURVIVAL, **settings: Any
+    info: ExecutorInfo | None = None,
+    survival: Sequence[float] = SURVIVAL,
+    make: Callable[..., CheckingExecutor] = CheckingExecutor,
+    **settings: Any,
 ) -> CheckedEngine:
     """Return an engine of 8 slots and steps of 64 rows, unless `settings` say otherwise."""
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **settings}
     rows, slots = sizes["max_num_batched_tokens"], sizes["max_num_seqs"]
-    executor = CheckingExecutor(info or make_info(), rows, min(slots, rows), survival)
+    executor = make(info or make_info(), rows, min(slots, rows), survival)
     return CheckedEngine(EngineConfig(model="simulated", **sizes), executor)
 
 

@@ -1,0 +1,97 @@
+"""Opens the tier below a rank's K/V pages: which files hold pages that this rank would compute alike."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ....cluster.errors import ConfigError
+from ....cluster.pages.page_files import PageFiles, PageFolder, open_tier
+from ....drafter.compute.memory.kv_cache import PagedKVCache
+from ....version import __version__
+from ...system.host_resources import cpu_name
+from ..model.tensor_parallel import Communicator
+from ..runners.page_mover import PageMemory, PageMover
+from .resolved_config import ResolvedConfig
+
+logger = logging.getLogger(__name__)
+
+
+def check_tier(resolved: ResolvedConfig) -> None:
+    """Open the tier's folder. Raises ConfigError if it cannot be used with these settings."""
+    if resolved.config.kv_tier_path is None:
+        return
+    if (reason := why_no_tier(resolved)) is not None:
+        raise ConfigError(f"kv_tier_path is not supported {reason}. Remove it.", param="kv_tier_path")
+    open_tier(Path(resolved.config.kv_tier_path))
+
+
+def why_no_tier(resolved: ResolvedConfig) -> str | None:
+    """Return why pages of these models cannot be kept in files; None if they can."""
+    if resolved.runs_on_device or resolved.device.type != "cpu":
+        return "where a device drives the steps: pages are read into memory of the host only"
+    if resolved.split:
+        return "with a drafter in another process, whose context would be missing"
+    if resolved.target.states is not None:
+        return "for targets with recurrent layers, whose states are not kept"
+    if not resolved.config.enable_prefix_caching:
+        return "without enable_prefix_caching, through which its pages are found"
+    return None
+
+
+def make_page_mover(
+    resolved: ResolvedConfig, communicator: Communicator, caches: Sequence[PagedKVCache]
+) -> PageMover | None:
+    """Return what moves a rank's pages, of these caches of target and drafter; None without a tier."""
+    if resolved.config.kv_tier_path is None:
+        return None
+    groups, tier = resolved.pages.groups, Path(resolved.config.kv_tier_path)
+    by_pool = [list[PagedKVCache]() for _ in range(resolved.pages.num_pools)]
+    for cache in caches:
+        by_pool[groups[cache.places[0].group].pool].append(cache)
+    pools = tuple(map(PageMemory.of, by_pool))
+    subject = _subject(resolved, communicator.world_size)
+    path = tier / subject / str(communicator.rank)
+    folder = PageFolder(path, tuple(pool.page_bytes for pool in pools))
+    return PageMover(PageFiles(tier, folder, resolved.config.kv_tier_bytes), pools, groups)
+
+
+def describe_tier(resolved: ResolvedConfig) -> str:
+    size = resolved.config.kv_tier_bytes / 2**30
+    return (
+        f"K/V pages that leave memory are kept in {resolved.config.kv_tier_path} (up to {size:.3g} GiB; they "
+        "are users' text in another form; manta kv-tier clear deletes them)"
+    )
+
+
+def _subject(resolved: ResolvedConfig, num_ranks: int) -> str:
+    """Return a hash of everything that the bytes of a page depend on, besides its tokens and those before."""
+    config, spec = resolved.config, resolved.config.speculative_config
+    facts = {
+        "manta": __version__,
+        "checkpoints": [_files(resolved.target_folder), _files(resolved.drafter_folder)],
+        "load_format": config.load_format,
+        "hf_overrides": [config.hf_overrides, None if spec is None else spec.hf_overrides],
+        "quantization": [config.quantization, None if spec is None else spec.quantization],
+        "embedding_scale": None if spec is None else spec.input_embedding_scale,
+        "dtypes": [str(resolved.dtype), str(resolved.kv_dtype)],
+        "kernels": [resolved.attention_backend, os.environ.get("MANTA_CPU_INSTRUCTIONS"), cpu_name()],
+        "batch_invariant": config.batch_invariant,
+        "ranks": num_ranks,
+        "page_size": resolved.page_size,
+        "pages": asdict(resolved.pages),
+    }
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def _files(checkpoint: Path | None) -> list[tuple[str, int, int]] | None:
+    """Return names, sizes and times of a checkpoint's files, which change when it does."""
+    if checkpoint is None:
+        return None
+    files = sorted(file for file in checkpoint.iterdir() if file.is_file())
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]

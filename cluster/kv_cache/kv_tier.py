@@ -1,0 +1,297 @@
+"""A tier below the K/V pages: which pages are saved there, and which are read before a request enters.
+
+A page of the tier holds what a page of the cache does, for target and drafter alike, so a page that is read
+becomes an ordinary page of the prefix cache, and a request that finds it drafts as well as if it had computed
+it. Nothing here is on a step's path:
+
+    a request leaves ─▶ its chain of pages is remembered ─▶ saved while the engine is idle, or when blank
+                                                            pages run short and kept ones are evicted soon
+    a request waits  ─▶ the tier has more of its prefix ─▶ pages are read ─▶ prefix cache ─▶ it enters
+
+Pages that move are held as a running request holds its pages, so nothing else writes them. A request waits
+only as long as computing the prefix would take; requests behind it pass. A read that would take longer than
+that, by the speed of those before, is not begun. A page that cannot be read is computed.
+
+Saved pages must have the drafter's context: nothing is saved while it is not written
+(`scheduler/drafter_context.py`), nor after the drafter was replaced. The drafter is colocated, so it is ready
+whenever the engine is.
+
+Called by `scheduler/` and `engine/engine_core.py`. `NoTier` is for engines without one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as ManyOf
+from dataclasses import dataclass, field
+
+from ..pages.page_files import PageFolder
+from ..step.limits import SchedulerConfig
+from ..step.page_transfer import MovedPage, PagesMoved, PageTransfer
+from ..step.scheduler_output import SchedulerOutput, StepTimings
+from ..step.sequence import Sequence
+from .kv_cache_manager import KVCacheManager
+
+logger = logging.getLogger(__name__)
+
+_NUM_AHEAD = 4  # waiting requests whose pages are looked for
+_PAGES_PER_SAVE = 16  # so that a read waits for a few milliseconds at most
+_FREE_PER_SAVED = 4  # free pages for each that is saved at a time, which is not free meanwhile
+_MAX_CHAINS = 1024  # that wait to be saved; older ones are forgotten
+_BLANK_SHARE = 0.25  # of a pool: with fewer blank pages, kept ones are saved beside the steps
+_SAVED_AGAIN_S = 60.0  # until a page that is used again has its time renewed
+_MAX_RECENT = 100_000
+_PROMPT_ROWS = 32  # least rows of a step whose time says what a row of a prompt costs
+_RATE_WEIGHT = 0.2  # of a new measurement
+_UNKNOWN_WAIT_S, _LONGEST_WAIT_S = 2.0, 10.0
+# A page is kept an hour longer for each 10 ns per byte that computing it again takes: SmolLM2 on two cores
+# takes some 20 or more, an 8B model on a GPU a tenth of one.
+_KEEP_S = 3600.0 / 10e-9
+_LONGEST_KEEP_S = 86400.0
+_ORDER_S = 0.01  # by which a page is worth less than the one before it, without which it is of no use
+
+
+class NoTier:
+    """No tier: every page that is evicted is lost."""
+
+    is_busy = False
+
+    def offer(self, sequence: Sequence) -> None:
+        """Remember the pages of a sequence that leaves its slot, before they are freed."""
+
+    def read_ahead(self, waiting: ManyOf[Sequence], num_running: int, now_s: float) -> None:
+        """Begin to read what the first waiting sequences lack; those wait (`Sequence.is_read_for`)."""
+
+    def transfers(self, now_s: float, *, idle: bool) -> list[PageTransfer]:
+        """Return the transfers to begin now; `idle`: no request runs or waits."""
+        return []
+
+    def on_moved(self, done: PagesMoved) -> None:
+        """Take note of a transfer that has ended."""
+
+    def on_completed(self, plan: SchedulerOutput, timings: StepTimings) -> None:
+        """Measure what a row of a prompt takes."""
+
+    def stop(self, why: str) -> None:
+        """Begin nothing any more."""
+
+
+@dataclass(slots=True)
+class _Read:
+    """Pages on their way into the cache, for a sequence that waits until `until_s`.
+
+    Attributes:
+        held: pages, by group, of the prefix that the cache already has, which must stay there.
+        followers: sequences that lack the same pages. They wait as well, and are looked up then.
+        is_awaited: whether a sequence waits.
+    """
+
+    transfer: PageTransfer
+    held: tuple[list[int], ...]
+    sequence: Sequence
+    until_s: float
+    followers: list[Sequence] = field(default_factory=list[Sequence])
+    is_awaited: bool = True
+
+    def let_enter(self) -> None:
+        for sequence in (self.sequence, *self.followers):
+            sequence.is_read_for = False
+        self.followers, self.is_awaited = [], False
+
+
+class KVTier(NoTier):
+    """The tier of one engine.
+
+    Args:
+        folder: which pages it has. Other processes may add and delete pages at any time.
+    """
+
+    def __init__(self, folder: PageFolder, manager: KVCacheManager) -> None:
+        self._folder, self._manager = folder, manager
+        self._chains: deque[list[bytes]] = deque(maxlen=_MAX_CHAINS)  # digests, to be saved
+        self._num_saved = 0  # leading pages of the first chain
+        self._recent: dict[bytes, float] = {}  # when a page was last saved
+        self._num_transfers = 0
+        self._to_begin: list[PageTransfer] = []
+        self._save: PageTransfer | None = None  # under way; at most one is
+        self._reads: dict[int, _Read] = {}
+        self._row_s = self._page_read_s = 0.0  # 0 until measured
+        self._is_stopped = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether pages move, or may be moved while the engine is idle."""
+        return bool(self._save or self._reads or self._to_begin or self._chains)
+
+    # A request leaves.
+
+    def offer(self, sequence: Sequence) -> None:
+        if self._is_stopped or not sequence.request.uses_cache or not sequence.digests:
+            return
+        self._chains.append(list(sequence.digests))
+
+    def _next_save(self, now_s: float) -> PageTransfer | None:
+        while self._chains:
+            pages = self._unsaved_pages(self._chains[0], now_s)
+            if pages:
+                return self._transfer(pages, loads=False)
+            self._chains.popleft()
+            self._num_saved = 0
+        return None
+
+    def _unsaved_pages(self, digests: list[bytes], now_s: float) -> list[MovedPage]:
+        """Return the next pages of a chain that the cache still has, and that were not saved lately.
+
+        While they are saved they are not free; so they are few where few are.
+        """
+        cache, pages = self._manager.cache, list[MovedPage]()
+        num_free = min(pool.num_free for pool in self._manager.pools)
+        maximum = max(min(_PAGES_PER_SAVE, num_free // _FREE_PER_SAVED), 1)
+        while self._num_saved < len(digests) and len(pages) < maximum:
+            index, digest = self._num_saved, digests[self._num_saved]
+            self._num_saved += 1
+            if now_s - self._recent.get(digest, -_SAVED_AGAIN_S) < _SAVED_AGAIN_S:
+                continue
+            for group in range(len(self._manager.groups)):
+                if (page := cache.page_of(group, digest)) is not None:
+                    pages.append(MovedPage(group, digest, page, self._keep_s(group, index)))
+            if len(self._recent) >= _MAX_RECENT:
+                self._recent.clear()
+            self._recent[digest] = now_s
+        return pages
+
+    def _keep_s(self, group: int, index: int) -> float:
+        size = self._folder.page_bytes[self._manager.groups[group].pool]
+        seconds_per_byte = self._row_s * self._manager.page_size / size
+        return min(_KEEP_S * seconds_per_byte, _LONGEST_KEEP_S) - _ORDER_S * index
+
+    @property
+    def _evicts_soon(self) -> bool:
+        """Whether kept pages will be evicted soon, and there are enough free ones to save some meanwhile."""
+        pools = self._manager.pools
+        is_short = any(pool.num_blank < _BLANK_SHARE * pool.num_pages for pool in pools)
+        return is_short and all(pool.num_free >= _FREE_PER_SAVED for pool in pools)
+
+    # A request waits.
+
+    def read_ahead(self, waiting: ManyOf[Sequence], num_running: int, now_s: float) -> None:
+        for read in self._reads.values():
+            if now_s >= read.until_s:
+                read.let_enter()
+        if self._is_stopped:
+            return
+        for sequence in waiting[:_NUM_AHEAD]:
+            if sequence.was_looked_up or sequence.is_read_for:
+                continue
+            if (read := self._under_way(sequence)) is not None:
+                sequence.is_read_for = True
+                read.followers.append(sequence)
+            elif self._has_room(sequence, num_running):
+                sequence.was_looked_up = True
+                self._read_for(sequence, now_s)
+
+    def _has_room(self, sequence: Sequence, num_running: int) -> bool:
+        """Whether it could enter, and all that wait for pages, without a page less for those that run."""
+        num_tokens = len(sequence.token_ids)
+        num_tokens += sum(len(read.sequence.token_ids) for read in self._reads.values())
+        no_hit = self._manager.cache.no_hit
+        return self._manager.can_admit(no_hit, num_tokens, num_running + len(self._reads))
+
+    def _read_for(self, sequence: Sequence, now_s: float) -> None:
+        """Begin to read the pages of a sequence's prefix that the tier has and the cache lacks."""
+        manager = self._manager
+        digests = manager.prefix_digests(sequence)
+        hit = manager.cache.match(digests)
+        missing = manager.cache.missing(digests, self._folder.has)
+        if not missing:
+            return
+        num_pages = missing[-1][0] + 1 - hit.num_pages  # by which the hit gets longer
+        compute_s = num_pages * manager.page_size * self._row_s
+        if self._row_s and len(missing) * self._page_read_s > compute_s:
+            return
+        for group, held in enumerate(hit.pages):
+            manager.hold_pages(group, held)
+        pages = [
+            MovedPage(group, digest, manager.hold_new_page(group), self._keep_s(group, index))
+            for index, group, digest in missing
+        ]
+        transfer = self._transfer(pages, loads=True)
+        wait_s = min(compute_s, _LONGEST_WAIT_S) if self._row_s else _UNKNOWN_WAIT_S
+        self._reads[transfer.number] = _Read(transfer, hit.pages, sequence, now_s + wait_s)
+        sequence.is_read_for = True
+        self._to_begin.append(transfer)
+
+    def _under_way(self, sequence: Sequence) -> _Read | None:
+        """Return a read of pages that this sequence needs as well, if there is one."""
+        if not self._reads:
+            return None
+        digests = self._manager.prefix_digests(sequence)
+        reads = self._reads.values()
+        return next(
+            (read for read in reads if read.is_awaited and read.transfer.pages[0].digest in digests), None
+        )
+
+    # Pages move.
+
+    def _transfer(self, pages: Iterable[MovedPage], *, loads: bool) -> PageTransfer:
+        self._num_transfers += 1
+        return PageTransfer(self._num_transfers, loads, tuple(pages))
+
+    def transfers(self, now_s: float, *, idle: bool) -> list[PageTransfer]:
+        begun, self._to_begin = self._to_begin, []
+        if self._manager.cache.is_marking:
+            self._chains.clear()
+        if (
+            self._save is None
+            and (idle or self._evicts_soon)
+            and (save := self._next_save(now_s)) is not None
+        ):
+            for moved in save.pages:
+                self._manager.hold_pages(moved.group, [moved.page])
+            self._save = save
+            begun.append(save)
+        return begun
+
+    def on_moved(self, done: PagesMoved) -> None:
+        if self._save is not None and done.number == self._save.number:
+            for page, has_moved in zip(self._save.pages, done.moved, strict=True):
+                self._manager.drop_pages(page.group, [page.page])
+                if not has_moved:
+                    self._recent.pop(page.digest, None)
+            self._save = None
+            return
+        read = self._reads.pop(done.number)
+        pages = read.transfer.pages
+        for page, has_moved in zip(pages, done.moved, strict=True):
+            if has_moved and not self._is_stopped:
+                self._manager.cache.insert(page.group, [(page.digest, page.page)])
+            self._manager.drop_pages(page.group, [page.page])
+        for group, held in enumerate(read.held):
+            self._manager.drop_pages(group, held)
+        read.let_enter()
+        if all(done.moved):
+            read.sequence.num_read_tokens = len({page.digest for page in pages}) * self._manager.page_size
+        self._page_read_s = _averaged(self._page_read_s, done.seconds / len(pages))
+
+    def on_completed(self, plan: SchedulerOutput, timings: StepTimings) -> None:
+        rows = plan.num_batched_tokens
+        if rows >= _PROMPT_ROWS and rows - plan.num_draft_tokens > rows // 2:
+            self._row_s = _averaged(self._row_s, timings.total_s / rows)
+
+    def stop(self, why: str) -> None:
+        logger.warning("The K/V tier is not used any more: %s.", why)
+        self._is_stopped = True
+        self._chains.clear()
+
+
+def make_tier(config: SchedulerConfig, manager: KVCacheManager) -> NoTier:
+    """Return the engine's tier."""
+    if config.kv_tier is None or not config.enable_prefix_caching:
+        return NoTier()
+    return KVTier(config.kv_tier, manager)
+
+
+def _averaged(average: float, value: float) -> float:
+    return value if not average else average + _RATE_WEIGHT * (value - average)

@@ -1,0 +1,275 @@
+"""A tier below the pages: every row reads what it would have computed, whatever moves, fails or is slow.
+
+`CheckingExecutor` knows what each place of the memory holds; here pages move beside the steps as well. The
+files themselves: test_page_files.py.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from manta.cluster.errors import UnprocessableError
+from manta.cluster.kv_cache.kv_tier import KVTier
+from manta.cluster.request.request import Request
+from manta.cluster.step.executor import ExecutorInfo
+from manta.cluster.step.page_transfer import MovesOfRanks, PagesMoved, PageTransfer
+from support.engines.cluster_checker import (
+    SURVIVAL,
+    CheckedEngine,
+    CheckingExecutor,
+    expected,
+    make_info,
+    make_request,
+    open_engine,
+)
+from support.engines.random_workloads import LAYOUTS, Arrival, arrivals, infos, step
+
+NUM_WORKLOADS = 240 if os.environ.get("MANTA_GRID") == "whole" else 30
+Key = tuple[int, bytes]
+Content = list[tuple[tuple[int, int] | None, int | None]]  # by offset: group and digest, drafter
+
+
+@dataclass(eq=False)
+class Tier:
+    """Pages by group and digest, of all engines: what `PageFolder` says, and what an executor moves."""
+
+    page_bytes: tuple[int, ...] = (64, 64)
+    pages: dict[Key, Content] = field(default_factory=dict)
+
+    def has(self, group: int, digest: bytes) -> bool:
+        return (group, digest) in self.pages
+
+
+class MovingExecutor(CheckingExecutor):
+    """Moves pages between its memory and a tier, each transfer over some steps; some pages do not move."""
+
+    def __init__(
+        self, *args: Any, tier: Tier, seed: int, fails: float = 0.0
+    ) -> None:  # Any: those of its base
+        super().__init__(*args)
+        self.tier, self._fails, self._random = tier, fails, random.Random(seed)
+        self._under_way: list[tuple[int, PageTransfer]] = []
+        self.num_loaded = 0
+
+    def move_pages(self, transfer: PageTransfer) -> None:
+        self._under_way.append((self._random.randrange(4), transfer))
+
+    def moved_pages(self, wait_s: float) -> list[PagesMoved]:
+        ended = [transfer for polls, transfer in self._under_way if not polls]
+        self._under_way = [(polls - 1, transfer) for polls, transfer in self._under_way if polls]
+        return [self._move(transfer) for transfer in ended]
+
+    def _move(self, transfer: PageTransfer) -> PagesMoved:
+        moved = [self._random.random() >= self._fails for _ in transfer.pages]
+        for has_moved, (group, digest, page, _) in zip(moved, transfer.pages, strict=True):
+            pool = self.info.page_groups[group].pool
+            places = [(pool, page, offset) for offset in range(self.info.page_size)]
+            if not transfer.loads and has_moved:
+                content = [(self.held.get(place), self.seen.get(place)) for place in places]
+                assert self.tier.pages.setdefault((group, digest), content) == content, (
+                    "a key has two contents"
+                )
+            elif transfer.loads:
+                content = self.tier.pages[group, digest]
+                for place, (held, seen) in zip(places, content, strict=True):
+                    self.held[place] = held if has_moved and held is not None else (-1, -1)
+                    self.seen[place] = seen if seen is not None else -1
+                self.num_loaded += has_moved
+        return PagesMoved(transfer.number, tuple(moved), 0.001)
+
+    def _write(self, plan, r, begin, result, written):
+        chain = super()._write(plan, r, begin, result, written)
+        moving = {
+            (self.info.page_groups[moved.group].pool, moved.page)
+            for _, transfer in self._under_way
+            for moved in transfer.pages
+        }
+        assert not moving & {place[:2] for place in written}, "a page is written while it moves"
+        return chain
+
+
+def open_moving(
+    info: ExecutorInfo, tier: Tier, seed: int = 0, fails: float = 0.0, survival: Any = SURVIVAL, **config: Any
+) -> CheckedEngine:
+    make = partial(MovingExecutor, tier=tier, seed=seed, fails=fails)
+    return open_engine(replace(info, kv_tier=tier), survival, make, **config)
+
+
+def finish(engine: CheckedEngine) -> None:
+    """Save what the tier lacks, as at the end of a server."""
+    engine.save_pages()
+    engine.check_invariants()
+    assert not any(held_P.any() for held_P in engine.scheduler.kv_cache_manager._held_P), "pages stay held"
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "states" not in name])
+@settings(max_examples=NUM_WORKLOADS, deadline=None)
+@given(data=st.data())
+def test_every_request_reads_what_it_would_have_computed(layout: str, data: st.DataObject) -> None:
+    """Engines one after another with one tier, with pools that some workloads exhaust."""
+    tier, loaded = Tier(), 0
+    info = data.draw(infos(LAYOUTS[layout], max_in_flight=data.draw(st.sampled_from((1, 2)))))
+    drafters = data.draw(st.sampled_from(({}, {}, {5: "start_drafter"})))
+    for number in range(2):
+        engine = open_moving(
+            info,
+            tier,
+            seed=data.draw(st.integers(0, 99)),
+            fails=data.draw(st.sampled_from((0.0, 0.0, 0.3))),
+            max_num_seqs=data.draw(st.integers(1, 8)),
+            max_num_batched_tokens=data.draw(st.integers(4, 40)),
+        )
+        todo = [data.draw(arrivals(i)) for i in range(data.draw(st.integers(1, 8)))]
+        _run(engine, todo, {} if number else drafters)
+        finish(engine)
+        loaded += engine.executor.num_loaded
+    event(f"loaded: {loaded > 0}")
+
+
+def _run(engine: CheckedEngine, todo: list[Arrival], drafters: dict[int, str]) -> None:
+    served, aborted, now = dict[str, Request](), set[str](), 0
+    waiting = sorted(todo, key=lambda a: a.step)
+    while waiting or engine.has_unfinished:
+        engine.move_pages(idle=not engine.has_unfinished)
+        while waiting and waiting[0].step <= now:
+            request = waiting.pop(0).request
+            try:
+                engine.add_request(request)
+                served[request.request_id] = request
+            except UnprocessableError:
+                event("too long for the pages")
+        if now in drafters:
+            getattr(engine.executor, drafters[now])()
+        step(engine, {a.request.request_id: a for a in todo if a.abort_step == now}, aborted)
+        now += 1
+        assert now < 3000, "no progress"
+    for request_id, request in served.items():
+        tokens = expected(request, engine.executor.info, engine.executor.max_rows)[0]
+        mine = engine.outputs.tokens.get(request_id, [])
+        assert mine == (tokens[: len(mine)] if request_id in aborted else tokens)
+
+
+PROMPT = tuple(range(2, 20)) * 3
+INFO = make_info(max_model_len=128)
+
+
+def answered(tier: Tier, info: ExecutorInfo = INFO, **config: Any) -> CheckedEngine:
+    """An engine that has answered one request and saved its pages."""
+    engine = open_moving(info, tier)
+    engine.run(make_request("first", PROMPT, max_tokens=12, ignore_eos=True, **config))
+    finish(engine)
+    return engine
+
+
+def test_another_engine_reads_the_prefix_and_drafts_as_after_a_hit_in_memory() -> None:
+    tier = Tier()
+    first = answered(tier)
+    again = make_request("again", PROMPT, max_tokens=12, ignore_eos=True, seed=1)
+    warm = first.run(again)
+    other = open_moving(INFO, tier)
+    cold = other.run(again)
+    assert cold.tokens == warm.tokens and cold.cached["again"] == warm.cached["again"] == 52
+    assert other.stats().num_accepted_tokens > 0
+    counts = other.stats()
+    assert (counts.tier_queries, counts.tier_hits, counts.prefix_cache_hits) == (54, 52, 52)
+    assert [stay.num_read for stay in other.timelines("again")[0].intervals] == [52]
+    assert first.stats().tier_hits == 0
+
+
+def test_keys_do_not_read_one_anothers_pages() -> None:
+    tier = Tier()
+    answered(tier, cache_salt="alice")
+    other = open_moving(INFO, tier)
+    for salt in (None, "bob", "alice"):
+        name = f"of {salt}"
+        other.run(make_request(name, PROMPT, max_tokens=4, cache_salt=salt))
+        assert other.outputs.cached[name] == (52 if salt == "alice" else 0)
+
+
+def test_pages_that_cannot_be_read_are_computed() -> None:
+    tier = Tier()
+    answered(tier)
+    other = open_moving(INFO, tier, fails=1.0)
+    request = other.add("again", PROMPT, max_tokens=12)
+    other.check_outputs(request)
+    assert other.outputs.cached["again"] == 0 and other.stats().tier_hits == 0
+
+
+def test_requests_behind_one_that_waits_for_pages_pass_it_and_it_waits_no_longer_than_computing_takes() -> (
+    None
+):
+    tier = Tier()
+    answered(tier)
+    other = open_moving(INFO, tier)
+    other.executor.moved_pages = lambda wait_s: []  # a disk that does not answer
+    slow, quick = (
+        other.add(name, prompt, max_tokens=4) for name, prompt in (("slow", PROMPT), ("quick", (9, 9)))
+    )
+    for _ in range(8):
+        other.step()
+    assert other.outputs.tokens.keys() == {"quick"} and other.has_unfinished
+    other.executor.clock.wait_until(2.1)
+    other.check_outputs(slow, quick)
+
+
+def test_nothing_is_read_if_computing_is_faster() -> None:
+    tier = Tier()
+    answered(tier)
+    other = open_moving(INFO, tier)
+    tier_of = other.scheduler.queues.tier
+    assert isinstance(tier_of, KVTier)
+    tier_of._row_s, tier_of._page_read_s = 1e-6, 1e-3
+    other.run(make_request("again", PROMPT, max_tokens=4))
+    assert other.outputs.cached["again"] == 0
+
+
+def test_pages_are_saved_beside_the_steps_only_when_blank_ones_are_few() -> None:
+    tier = Tier()
+    engine = open_moving(make_info(num_pages=(32,), max_model_len=128), tier)
+    engine.add("long", (5, 6), max_tokens=90, ignore_eos=True)
+    engine.add("short", PROMPT[:16], max_tokens=2, ignore_eos=True)
+    while "short" not in engine.outputs.ends:
+        engine.step()
+    for _ in range(3):
+        engine.step()
+    assert not tier.pages and engine.scheduler.kv_cache_manager.pools[0].num_blank > 10
+    while "long" not in engine.outputs.ends:
+        engine.step()
+    assert tier.pages
+
+
+def test_pages_without_the_drafters_context_are_not_saved() -> None:
+    tier = Tier()
+    engine = open_moving(INFO, tier)
+    engine.scheduler.drafter._stop()
+    engine.run(make_request("first", PROMPT, max_tokens=4))
+    finish(engine)
+    assert not tier.pages
+
+
+def test_after_the_drafter_was_replaced_the_tier_is_neither_written_nor_read() -> None:
+    tier = Tier()
+    answered(tier)
+    known = dict(tier.pages)
+    other = open_moving(INFO, tier)
+    other.executor.start_drafter()
+    other.run(make_request("again", PROMPT, max_tokens=4), make_request("new", PROMPT[5:], max_tokens=4))
+    finish(other)
+    assert other.outputs.cached["again"] == 0 and tier.pages == known
+
+
+def test_a_transfer_has_ended_when_it_has_on_all_ranks_with_what_all_moved() -> None:
+    moves = MovesOfRanks(2)
+    moves.begin(PageTransfer(7, True, ()))
+    moves.num_awaited = 2
+    moves.on_report([PagesMoved(7, (True, True, False), 0.5)])
+    assert moves.take_ended() == [] and moves.are_under_way and moves.num_awaited == 1
+    moves.on_report([PagesMoved(7, (True, False, False), 0.25)])
+    assert moves.take_ended() == [PagesMoved(7, (True, False, False), 0.5)] and not moves.are_under_way

@@ -1,0 +1,112 @@
+"""Pages kept in files change no token, and drafts after a read are accepted as after a hit in memory.
+
+Over the grid's pairs; two engines one after another share a folder, the first of them short of pages.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from manta.cluster.errors import ConfigError
+from support.oracles.lossless_grid import Drafts, Pair, Reference, Tree
+from support.oracles.sampling_cases import KNOBS, WHOLE, params_of, prompts, tokens_of
+
+CELLS: list[tuple[str, Drafts]] = [
+    ("qwen3", 15),
+    ("qwen3", Tree(2, 15)),
+    ("qwen3 in bf16", 15),
+    ("gemma3", 15),
+    ("deepseek_v3", 15),
+    ("qwen3 by EAGLE-3", 3),
+    ("gemma4 by its assistant", 3),
+    ("qwen3 with FP8 K/V", 15),
+]
+MORE: list[tuple[str, Drafts]] = [
+    ("qwen3", None),
+    ("gemma3 in bf16", 3),
+    ("gemma4", 3),
+    ("gpt_oss", 3),
+    ("qwen3 by DFlash2", 15),
+    ("deepseek_v3 by MTP", 3),
+    ("qwen3 mixed with suffixes", 15),
+    ("qwen3 with a draft window", 15),
+]
+
+
+@pytest.mark.parametrize(("pair", "drafts"), [*CELLS, *MORE] if WHOLE else CELLS, indirect=["pair"], ids=str)
+def test_no_token_changes_with_pages_from_files(
+    pair: Pair, reference: Reference, drafts: Drafts, tmp_path: Path
+) -> None:
+    tier = tmp_path / "tier"
+    names = tuple(KNOBS) if WHOLE else ("plain", "rules")
+    requested = [(name, i) for name in names for i in range(8)]
+    expected = reference.of(requested)
+    sizes: dict[str, object] = {} if pair.spec.is_compiled else {"page_size": 4}  # of `few_pages`
+    for few_pages in (True, False):
+        with pair.open(drafts, few_pages=few_pages, kv_tier_path=str(tier), **sizes) as llm:
+            params = [params_of(name, 8)[i] for name, i in requested]
+            assert tokens_of(llm, [prompts(8)[i] for _, i in requested], params) == expected
+            stats = llm.stats()
+    assert (stats.num_accepted_tokens > 0) == (drafts is not None)
+    assert stats.tier_hits > 0 or pair.slides, "pages that left the windows may be lost"
+
+
+@pytest.mark.parametrize("pair", ["qwen3", "qwen3 in bf16", "gemma3", "deepseek_v3"], indirect=True)
+def test_the_drafters_context_is_read_with_the_pages(pair: Pair, tmp_path: Path) -> None:
+    shared, tails = prompts(8)[7], ([5, 6], [9], [], [5, 6, 7, 8, 9])
+    batch = [{"prompt_token_ids": shared + tail} for tail in tails]
+    params = params_of("plain", len(batch))
+    kept = {"kv_tier_path": str(tmp_path / "tier"), "max_num_seqs": 1}
+    with pair.open(15, **kept) as llm:
+        cold = llm.generate(batch, params)
+        assert llm.stats().tier_hits == 0
+    with pair.open(15, **kept) as llm:
+        warm = llm.generate(batch, params)
+        assert llm.stats().tier_hits > 0
+    assert [o.outputs[0].token_ids for o in warm] == [o.outputs[0].token_ids for o in cold]
+    assert all(o.metrics.num_cached_tokens > 0 for o in warm)
+    assert [o.metrics.acceptance_histogram for o in warm] == [o.metrics.acceptance_histogram for o in cold]
+
+
+def _damage(tier: Path) -> None:
+    """Damage every other page, each in another way."""
+    for number, file in enumerate(sorted(tier.rglob("*-*"))):
+        content = file.read_bytes()
+        ways = (content, content[:-9], content, content[:40] + bytes(len(content) - 40))
+        file.write_bytes(ways[number % 4])
+
+
+@pytest.mark.parametrize("pair", ["qwen3"], indirect=True)
+def test_damaged_pages_and_those_of_other_settings_are_computed(
+    pair: Pair, reference: Reference, tmp_path: Path
+) -> None:
+    tier = tmp_path / "tier"
+    requested = [("plain", i) for i in range(8)]
+    for damages, settings in ((False, {}), (True, {}), (False, {"page_size": 8}), (False, {})):
+        if damages:
+            _damage(tier)
+        with pair.open(15, kv_tier_path=str(tier), **settings) as llm:
+            params = [params_of(name, 8)[i] for name, i in requested]
+            got = tokens_of(llm, [prompts(8)[i] for _, i in requested], params)
+            hits = llm.stats().tier_hits
+        assert got == reference.of(requested)
+        if settings:
+            assert hits == 0, "pages of another size are no hits"
+    assert hits > 0
+
+
+@pytest.mark.parametrize(
+    ("pair", "settings", "reason"),
+    [
+        ("qwen3_5", {}, "recurrent layers"),
+        ("qwen3", {"enable_prefix_caching": False}, "without enable_prefix_caching"),
+    ],
+    indirect=["pair"],
+)
+def test_settings_without_a_tier_are_refused(
+    pair: Pair, settings: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"kv_tier_path is not supported .*{reason}"):
+        pair.open(None, kv_tier_path=str(tmp_path / "tier"), **settings)
+    assert not (tmp_path / "tier").exists()
