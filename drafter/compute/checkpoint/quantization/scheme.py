@@ -40,9 +40,13 @@ GroupSize = Annotated[int, AfterValidator(_check_group)]
 
 @dataclass(frozen=True, slots=True)
 class Scheme(ABC):
-    """Form in which a module's matrix is stored; `CODES` is the suffix of its tensor with the codes."""
+    """Form in which a module's matrix is stored; `CODES` ends the name of its tensor with the codes."""
 
-    CODES: ClassVar[str]
+    CODES: ClassVar[str] = "weight"
+
+    def codes_name(self, module: str) -> str:
+        """Return the name of the tensor with the codes."""
+        return f"{module}.{self.CODES}"
 
     @property
     @abstractmethod
@@ -78,17 +82,7 @@ class Scheme(ABC):
         return None
 
     def is_stored(self, stored: TensorHeaders, module: str) -> bool:
-        return stored.dtypes.get(f"{module}.{self.CODES}") in self.code_dtypes
-
-
-class WordScheme(Scheme):
-    """A scheme that packs codes into words of 32 bits."""
-
-    __slots__ = ()
-
-    @property
-    def code_dtypes(self) -> tuple[str, ...]:
-        return ("I32",)
+        return stored.dtypes.get(self.codes_name(module)) in self.code_dtypes
 
 
 def describe_scales(group: int | None, per: str = "channel") -> str:
