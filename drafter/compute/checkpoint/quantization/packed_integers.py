@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .....cluster.errors import CheckpointError
-from ..quantized_matrix import PackedForm, QuantizedMatrix
+from ..quantized_matrix import ZERO, PackedForm, QuantizedMatrix
 from ..safetensors_reader import TensorFolder, TensorHeaders
 from .bit_packing import WORD_BITS, num_words, unpack, word_range
 from .scheme import (
@@ -27,14 +27,11 @@ from .scheme import (
     StoredForm,
     aligned_groups,
     as_int8,
-    columns_in_order,
     describe_scales,
-    int4_matrix,
     packed_form,
     read_scales,
     require_finite,
     require_multiple,
-    rows_of_groups,
 )
 
 _INTEGERS = ("I64", "I32")
@@ -189,7 +186,9 @@ class PackedIntegers(Scheme):
         scales_OG = self._scales(files, module, rows, groups)
         zeros_OG = self._zeros(files, module, rows, groups).expand(len(codes_OI), -1).to(torch.uint8)
         if self.bits == 4:
-            return int4_matrix(codes_OI, scales_OG, zeros_OG)
+            is_middle = bool((zeros_OG == ZERO).all())
+            kept_OG = None if is_middle else zeros_OG.contiguous()
+            return QuantizedMatrix("int4", codes_OI, scales_OG.contiguous(), kept_OG)
         signed_OI = as_int8(codes_OI, zeros_OG)
         return None if signed_OI is None else QuantizedMatrix("int8", signed_OI, scales_OG.contiguous())
 
@@ -224,11 +223,20 @@ class PackedIntegers(Scheme):
 
     def _groups(self, files: TensorFolder, module: str, columns: slice) -> tuple[Tensor, slice]:
         """Return each input's group relative to the first used, and the range used."""
-        scales, index = files.shapes[f"{module}.{self.packing.scales}"], self._index(files, module, columns)
+        index = self._index(files, module, columns)
         if index is None or bool((index == -1).all()):  # compressed-tensors' mark of consecutive groups
             index = self._in_order(columns)
+        scales = files.shapes[f"{module}.{self.packing.scales}"]
         count = 1 if self.group is None else scales[0 if self.packing.is_transposed else 1]
-        return rows_of_groups(index, count, files, f"{module}.{self.packing.index}")
+        first, last = int(index.min()), int(index.max())
+        if first < 0 or last >= count:
+            name = f"{module}.{self.packing.index}"
+            raise CheckpointError(
+                f"{files.where}: {name} names groups {first} to {last}, but there are {count}; download "
+                "again.",
+                param=name,
+            )
+        return index - first, slice(first, last + 1)
 
     def _index(self, files: TensorFolder, module: str, columns: slice) -> Tensor | None:
         """Return the stored group of each input, int64; None: groups are consecutive."""
@@ -236,7 +244,7 @@ class PackedIntegers(Scheme):
         return files.part(name, columns).long() if name in files.shapes else None
 
     def _in_order(self, columns: slice) -> Tensor:
-        return columns_in_order(columns, self.group or columns.stop)
+        return torch.arange(columns.start, columns.stop) // (self.group or columns.stop)
 
     def _check_shape(self, files: TensorFolder, module: str) -> None:
         if self.packing.shape is None:

@@ -17,7 +17,7 @@ from pydantic import AfterValidator
 from torch import Tensor
 
 from .....cluster.errors import CheckpointError
-from ..quantized_matrix import ZERO, Code, PackedForm, QuantizedMatrix
+from ..quantized_matrix import Code, PackedForm, QuantizedMatrix
 from ..safetensors_reader import TensorFolder, TensorHeaders
 
 Shape = tuple[int, ...]
@@ -156,27 +156,3 @@ def as_int8(codes_OI: Tensor, zeros_OG: Tensor) -> Tensor | None:
     codes_OGC = codes_OI.short().unflatten(1, (zeros_OG.shape[1], -1)) - zeros_OG.short().unsqueeze(2)
     fits = bool(((codes_OGC >= -128) & (codes_OGC <= 127)).all())
     return codes_OGC.flatten(1).to(torch.int8) if fits else None
-
-
-def int4_matrix(codes_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor) -> QuantizedMatrix:
-    """Return a matrix of unsigned codes of 4 bits; all are uint8 but the scales."""
-    is_middle = bool((zeros_OG == ZERO).all())
-    return QuantizedMatrix(
-        "int4", codes_OI, scales_OG.contiguous(), None if is_middle else zeros_OG.contiguous()
-    )
-
-
-def rows_of_groups(index: Tensor, num_groups: int, files: TensorFolder, name: str) -> tuple[Tensor, slice]:
-    """Return each column's group relative to the first used, and the range used; all must have a scale."""
-    groups, first, last = index.long(), int(index.min()), int(index.max())
-    if first < 0 or last >= num_groups:
-        raise CheckpointError(
-            f"{files.where}: {name} names groups {first} to {last}, but there are {num_groups}; download "
-            "again.",
-            param=name,
-        )
-    return groups - first, slice(first, last + 1)
-
-
-def columns_in_order(columns: slice, group: int) -> Tensor:
-    return torch.arange(columns.start, columns.stop) // group
