@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..cluster.errors import CheckpointError
 from ..cluster.pages.kv_cache_groups import KVCacheSpec
+from .compute.checkpoint.hf_config import Json, overridden, read_json
+from .compute.checkpoint.loading.read_quantization import read_quantization
 from .compute.checkpoint.quantization.checkpoint_quantization import CheckpointQuantization
 from .compute.checkpoint.safetensors_reader import FLOATS, INTEGERS, TensorHeaders
 from .compute.layers.rope import RopeConfig
@@ -84,6 +88,24 @@ class DrafterShape:
                 f"{self.file}: d2t must map each draft token to a token of its own below {self.vocab_size}.",
                 param="d2t",
             )
+
+
+Shape = TypeVar("Shape", bound=DrafterShape)
+
+
+def read_drafter(path: str | Path, overrides: Json | None, read: Callable[[Json, str], Shape]) -> Shape:
+    """Return what `read` makes of a folder's config.json with `overrides`, and of the file's path.
+
+    Adds how matrices are quantized. Raises CheckpointError, which names what is not supported.
+    """
+    folder, param = Path(path), "speculative_config.model"
+
+    def read_all(raw: Json) -> Shape:
+        quantization = read_quantization(raw, folder, param=param)
+        return replace(read(raw, str(folder / "config.json")), quantization=quantization)
+
+    raw = read_json(folder, param=param)
+    return overridden(raw, overrides or {}, read_all, param="speculative_config.hf_overrides")
 
 
 def stored_dtypes(name: str) -> tuple[str, ...]:

@@ -37,17 +37,17 @@ class InProcessExecutor:
         torch.set_num_threads(config.num_threads or owned_cores())
         if "auto" in (config.dtype, config.attention_backend) and not torch.cuda.is_available():
             time_configs(torch.get_num_threads())
-        plan, runner, self.info = self._load(config)
+        resolved, runner, self.info = self._load(config)
         self._runner: Runner | None = runner
-        self._exchange: DrafterSwap | None = DrafterSwap(plan, runner)
+        self._exchange: DrafterSwap | None = DrafterSwap(resolved, runner)
         self._num_swaps = 0
         self._set_threads = thread_setter(self.info)  # those that the backend leaves to PyTorch
 
     def _load(self, config: EngineConfig) -> tuple[ResolvedConfig, Runner, ExecutorInfo]:
         from ..targets.loading.rank_loader import Checkpoints, resolve_config, start_runner
 
-        plan = resolve_config(config)
-        return plan, *start_runner(plan, Checkpoints())
+        resolved = resolve_config(config)
+        return resolved, *start_runner(resolved, Checkpoints())
 
     @property
     def drafter_health(self) -> DrafterHealth:

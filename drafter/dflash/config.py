@@ -14,10 +14,9 @@ from typing import Any, Literal
 
 from ...cluster.errors import CheckpointError
 from ..compute.backend import Feature, ModelStackSpec
-from ..compute.checkpoint.hf_config import Json, overridden, parse, read_json, wrong
-from ..compute.checkpoint.loading.read_quantization import read_quantization
+from ..compute.checkpoint.hf_config import Json, parse, wrong
 from ..compute.layers.rope import RopeConfig
-from ..drafter_spec import DrafterShape, DraftLayer
+from ..drafter_spec import DrafterShape, DraftLayer, read_drafter
 from .config_formats import (
     Assistant,
     DeepSpec,
@@ -118,11 +117,9 @@ class DrafterConfig(DrafterShape):
     @classmethod
     def load(cls, path: str | Path, overrides: Json | None = None) -> DrafterConfig:
         """Read a folder's `config.json` with `overrides`; CheckpointError names what is not supported."""
-        folder = Path(path)
-        raw, file = read_json(folder, param="speculative_config.model"), str(folder / "config.json")
-        mask_embedding = (folder / "mask_embedding.pt").exists()
+        mask_embedding = (Path(path) / "mask_embedding.pt").exists()
 
-        def read(raw: Json) -> DrafterConfig:
+        def read(raw: Json, file: str) -> DrafterConfig:
             if "speculators_model_type" in raw:
                 return _read_speculators(raw, file)
             # Checked first: other kinds of drafters have other keys.
@@ -134,13 +131,7 @@ class DrafterConfig(DrafterShape):
             of_kind = _read_assistant if kind == ASSISTANT else _read_z_lab
             return of_kind(raw, file, mask_embedding=mask_embedding)
 
-        def read_all(raw: Json) -> DrafterConfig:
-            quantization = read_quantization(raw, folder, param="speculative_config.model")
-            return replace(read(raw), quantization=quantization)
-
-        if not overrides:
-            return read_all(raw)
-        return overridden(raw, overrides, read_all, param="speculative_config.hf_overrides")
+        return read_drafter(path, overrides, read)
 
     @property
     def key_of_taps(self) -> str:

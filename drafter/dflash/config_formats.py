@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ..compute.checkpoint.hf_config import Count, HfConfig, Off
 from .config_parts import (
@@ -22,7 +22,7 @@ from .config_parts import (
     check_draft_vocabulary,
     served_projector,
 )
-from .drafter_classes import DEEPSPEC, DFLASH, SPECFORGE, check_class
+from .drafter_classes import DEEPSPEC, DFLASH, SPECFORGE, DrafterKind
 from .known_keys import QUANTIZATION_KEYS
 
 
@@ -62,17 +62,10 @@ class DFlash(Conditioning, Scales, DSparkHeads):
         return self.causal_head if self.causal is None else self.causal
 
 
-class DFlashKind(HfConfig):
-    """The key that says which of z-lab's drafters this is."""
+class DFlashKind(DrafterKind):
+    CLASSES = DFLASH
 
-    architectures: tuple[str, ...] = ()
     medusa_num_heads: Off = False  # Medusa's own files name no class
-
-    @field_validator("architectures")
-    @classmethod
-    def _is_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        check_class(names, DFLASH)
-        return names
 
     @property
     def name(self) -> str:

@@ -7,8 +7,12 @@ import PyTorch. Used by `config_formats.py` here and in `../eagle3`.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from typing import ClassVar
 
+from pydantic import field_validator
+
+from ..compute.checkpoint.hf_config import HfConfig
 from .config_parts import UNSERVED_PROJECTORS
 
 ASSISTANT = "MuseGlimmerAssistantModel"
@@ -48,12 +52,21 @@ _OTHERS = tuple(
 )
 
 
-def check_class(names: Sequence[str], known: Collection[str]) -> None:
-    """Raise ValueError, which says what a drafter of these classes is, unless it is of one known class."""
-    if not set(names) - set(known) and len(names) < 2:
-        return
-    reasons = [what_it_is(name) for name in names if name not in known] or ["a drafter has one class"]
-    raise ValueError(f"must be one of {', '.join(sorted(known))}; {reasons[0]}")
+class DrafterKind(HfConfig):
+    """The key that says of which of a method's CLASSES a drafter is; refuses others with what they are."""
+
+    CLASSES: ClassVar[Collection[str]]
+
+    architectures: tuple[str, ...] = ()
+
+    @field_validator("architectures")
+    @classmethod
+    def _is_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if not set(names) - set(cls.CLASSES) and len(names) < 2:
+            return names
+        reasons = (what_it_is(name) for name in names if name not in cls.CLASSES)
+        wanted = f"one of {', '.join(sorted(cls.CLASSES))}"
+        raise ValueError(f"must be {wanted}; {next(reasons, 'a drafter has one class')}")
 
 
 def what_it_is(name: str) -> str:

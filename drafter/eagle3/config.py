@@ -6,16 +6,15 @@ target. A drafter that cannot work is refused before a weight is read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ..compute.backend import ModelStackSpec
-from ..compute.checkpoint.hf_config import Json, overridden, parse, read_json, wrong
-from ..compute.checkpoint.loading.read_quantization import read_quantization
+from ..compute.checkpoint.hf_config import Json, parse, wrong
 from ..dflash.config import backbone_shape
 from ..dflash.target_features import TargetFacts
-from ..drafter_spec import DrafterShape, DraftLayer
+from ..drafter_spec import DrafterShape, DraftLayer, read_drafter
 from .config_formats import (
     LAYER_IDS,
     Eagle3Kind,
@@ -56,17 +55,12 @@ class Eagle3Config(DrafterShape):
         `num_target_layers` gives the default taps if the file names none; if it is None, `target_layer_ids`
         may be empty.
         """
-        folder = Path(path)
-        raw, file = read_json(folder, param="speculative_config.model"), str(folder / "config.json")
 
-        def read(raw: Json) -> Eagle3Config:
+        def read(raw: Json, file: str) -> Eagle3Config:
             of_format = _read_speculators if "speculators_model_type" in raw else _read_sglang
-            quantization = read_quantization(raw, folder, param="speculative_config.model")
-            return replace(of_format(raw, file, num_target_layers), quantization=quantization)
+            return of_format(raw, file, num_target_layers)
 
-        if not overrides:
-            return read(raw)
-        return overridden(raw, overrides, read, param="speculative_config.hf_overrides")
+        return read_drafter(path, overrides, read)
 
     def of_backend(self) -> ModelStackSpec:
         return ModelStackSpec(

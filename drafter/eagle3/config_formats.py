@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ..compute.checkpoint.hf_config import Count, HfConfig, Json, Off
-from ..dflash.config_parts import Backbone, each_once
-from ..dflash.drafter_classes import ASSISTANTS_OF_TARGETS, DFLASH, EAGLE3, check_class
+from ..dflash.config_parts import Backbone, check_draft_vocabulary, each_once
+from ..dflash.drafter_classes import ASSISTANTS_OF_TARGETS, DFLASH, EAGLE3, DrafterKind
 from ..dflash.known_keys import QUANTIZATION_KEYS, StrictConfig
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -71,16 +71,8 @@ class EagleKeys(StrictConfig):
     parallel_draft_step: Literal[1] = 1
 
 
-class Eagle3Kind(HfConfig):
-    """The key that says whether this is an EAGLE-3 drafter."""
-
-    architectures: tuple[str, ...] = ()
-
-    @field_validator("architectures")
-    @classmethod
-    def _is_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        check_class(names, EAGLE3)
-        return names
+class Eagle3Kind(DrafterKind):
+    CLASSES = EAGLE3
 
 
 class SGLang(OneLayer, Norms):
@@ -92,7 +84,7 @@ class SGLang(OneLayer, Norms):
 
     @model_validator(mode="after")
     def _fits(self) -> SGLang:
-        _check_draft_vocabulary(self.draft_vocab_size, self)
+        check_draft_vocabulary(self.draft_vocab_size, self)
         return self
 
 
@@ -112,13 +104,8 @@ class Eagle3Speculators(Eagle3SpeculatorsKind, Norms):
 
     @model_validator(mode="after")
     def _fits(self) -> Eagle3Speculators:
-        _check_draft_vocabulary(self.draft_vocab_size, self.transformer_layer_config)
+        check_draft_vocabulary(self.draft_vocab_size, self.transformer_layer_config)
         return self
-
-
-def _check_draft_vocabulary(size: int | None, backbone: Backbone) -> None:
-    if size is not None and size > backbone.vocab_size:
-        raise ValueError(f"draft_vocab_size must be at most vocab_size ({backbone.vocab_size})")
 
 
 def is_eagle3(raw: Json) -> bool:

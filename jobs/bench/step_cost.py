@@ -57,33 +57,35 @@ PARTS = ("draft", "verify", "sample", "inject")
 
 def bench_step(options: StepOptions) -> Figures:
     shape = PairShape.read(options.model, options.spec_model)
-    plan = _load_plan(options, shape)
-    if options.model is None and plan.device.type == "cpu":
+    resolved = _resolve(options, shape)
+    if options.model is None and resolved.device.type == "cpu":
         raise ConfigError(
             "model is missing: the default, Qwen3-8B, needs a GPU, and this runs on a CPU. Give --model: "
             "a folder or config.json of a shape that a CPU can run.",
             param="model",
         )
-    survival = options.acceptance_rates or geometric_survival(ACCEPTANCE, plan.num_speculative_tokens)
-    check_survival(survival, plan.num_speculative_tokens, param="synthetic_acceptance_rates")
+    survival = options.acceptance_rates or geometric_survival(ACCEPTANCE, resolved.num_speculative_tokens)
+    check_survival(survival, resolved.num_speculative_tokens, param="synthetic_acceptance_rates")
     roofline = Roofline(
-        find_device(plan.device, plan.dtype, options.device_rates),
-        target_shape(shape.target, plan.dtype.itemsize),
-        drafter_shape(shape.drafter, plan.dtype.itemsize),
+        find_device(resolved.device, resolved.dtype, options.device_rates),
+        target_shape(shape.target, resolved.dtype.itemsize),
+        drafter_shape(shape.drafter, resolved.dtype.itemsize),
     )
-    memory = Memory(plan, shape)
+    memory = Memory(resolved, shape)
     points = [StepPoint(batch, context) for context in options.contexts for batch in options.batches]
-    measured = measure_points([point for point in points if memory.fits(point)], plan, memory, options.steps)
+    measured = measure_points(
+        [point for point in points if memory.fits(point)], resolved, memory, options.steps
+    )
     figures: Figures = {
         "provenance": provenance(),
         "options": options_json(options),
         "model": shape.name,
         "target": shape.target_json,
         "drafter": shape.drafter_json,
-        "num_drafts": plan.num_speculative_tokens,
-        "attention_backend": plan.attention_backend,
-        "page_size": plan.page_size,
-        "dtype": str(plan.dtype).removeprefix("torch."),
+        "num_drafts": resolved.num_speculative_tokens,
+        "attention_backend": resolved.attention_backend,
+        "page_size": resolved.page_size,
+        "dtype": str(resolved.dtype).removeprefix("torch."),
         "device": asdict(roofline.device),
         "acceptance": {
             "rates": survival,
@@ -99,7 +101,7 @@ def bench_step(options: StepOptions) -> Figures:
     return figures
 
 
-def _load_plan(options: StepOptions, shape: PairShape) -> ResolvedConfig:
+def _resolve(options: StepOptions, shape: PairShape) -> ResolvedConfig:
     batch = max(options.batches)
     config = EngineConfig(
         model=shape.name,
@@ -316,17 +318,17 @@ class _Steps:
         return StepMedians(medians, statistics.median(gaps), statistics.median(self._walls))
 
 
-def _admission(point: StepPoint, pages_per_request: int, load: ResolvedConfig) -> SchedulerOutput:
+def _admission(point: StepPoint, pages_per_request: int, resolved: ResolvedConfig) -> SchedulerOutput:
     """Return requests with one token less than the context (the step adds it) and pages in random order."""
     random = np.random.default_rng(0)
-    assert load.config.num_pages is not None, "pages were counted for the points"
-    tokens = random.integers(0, load.target.vocab_size, (point.batch, point.context), dtype=np.int32)
-    scattered = random.permutation(load.config.num_pages)
+    assert resolved.config.num_pages is not None, "pages were counted for the points"
+    tokens = random.integers(0, resolved.target.vocab_size, (point.batch, point.context), dtype=np.int32)
+    scattered = random.permutation(resolved.config.num_pages)
     return dummy_step(
         *_decoding(point.batch, point.context - 1, 0),
         prompts=list(tokens),
         num_pages=[pages_per_request] * point.batch,
-        groups=load.pages.groups,
+        groups=resolved.pages.groups,
         page_order=scattered.astype(np.int32),
     )
 

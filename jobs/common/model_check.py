@@ -36,8 +36,8 @@ def check_model(
     """
     if elsewhere and config.device != "cpu":
         config = replace(config, device="cpu", attention_backend="auto")
-    plan = resolve_config(config)
-    if not elsewhere and plan.device.type == "cpu":  # asking a GPU would initialize CUDA, before forks
-        refuse_unaffordable(plan)
+    resolved = resolve_config(config)
+    if not elsewhere and resolved.device.type == "cpu":  # asking a GPU would initialize CUDA, before forks
+        refuse_unaffordable(resolved)
     defaults = GenerationDefaults.of_source(generation_config, config)
-    return CheckedModel(plan, load_tokenizer(config), defaults)
+    return CheckedModel(resolved, load_tokenizer(config), defaults)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...actors.targets.loading.rank_loader import load_runner
 from ...actors.targets.loading.resolved_config import ResolvedConfig
+from ...actors.targets.runners.drafts.device_blocks import DeviceBlocks
 from ...actors.targets.runners.gpu_runner import GpuModelRunner
 from ...cluster.pages.kv_cache_groups import pages_for
 from ...cluster.step.dummy_steps import dummy_step
@@ -90,8 +91,9 @@ def _compare(replayed: _Result, launched: _Result) -> CheckOutcome:
 
 def _run(runner: GpuModelRunner, admission: SchedulerOutput, step: SchedulerOutput) -> _Result:
     """Return the results of the steps, and the models' K/V pages without the last one, which is scratch."""
-    models = runner.models
-    caches = [cache.kv for cache in (models.cache, models.drafts.context) if cache is not None]
+    caches, drafts = [runner.models.cache.kv], runner.models.drafts
+    if isinstance(drafts, DeviceBlocks):
+        caches.append(drafts.context.kv)
     with torch.inference_mode():
         for kv in caches:
             kv.zero_()

@@ -10,7 +10,7 @@ own delta rule                                                       cases/delta
 steps         a step's kernels; captured steps                       cases/steps.py, cuda_graph_check.py
 drafts        margins, trimming, DFlash2's kernels, odd head sizes   cases/drafts.py
 pair          answers, token by token                                pair_check.py
-rates         bandwidth and FLOP rate                                device_rates.py
+rates         bandwidth and FLOP rate                                rate_checks.py
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from ..common.tables import print_table
 from .cases.checks import Check, CheckOutcome, Finding, NotHereError, examine, raising
 from .cases.operators import operator_checks
 from .cases.subject import MachineKind
-from .device_rates import rate_checks
 from .machine import choice_checks, machine_checks
 from .pair_check import NO_GPU, pair_checks
+from .rate_checks import rate_checks
 
 _ROOT = Path(__file__).resolve().parents[2]  # root of a checkout
 Report = dict[str, Any]  # Any: JSON

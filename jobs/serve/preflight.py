@@ -128,16 +128,16 @@ def describe_models(config: EngineConfig, settings: ServerSettings) -> Iterator[
     from ..common.model_check import check_model
 
     model = check_model(config, generation_config=settings.generation_config)
-    plan = model.resolved
+    resolved = model.resolved
     ChatModel.of(
         model.tokenizer,
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
     )
-    size = weight_bytes(plan.target_folder)
+    size = weight_bytes(resolved.target_folder)
     names = ", ".join(settings.model_names(config.model))
-    yield f"model {names}: {_source(plan.target_folder)} ({as_size(size)})"
-    if plan.drafter_folder is None:
+    yield f"model {names}: {_source(resolved.target_folder)} ({as_size(size)})"
+    if resolved.drafter_folder is None:
         spec = config.speculative_config
         what = (
             f"plain decoding; {speculation_advice(config.model)}"
@@ -146,15 +146,15 @@ def describe_models(config: EngineConfig, settings: ServerSettings) -> Iterator[
         )
         yield f"no drafter: {what}"
     else:
-        drafter_size = weight_bytes(plan.drafter_folder)
+        drafter_size = weight_bytes(resolved.drafter_folder)
         size += drafter_size
-        drafts = plan.num_speculative_tokens
-        source = _source(plan.drafter_folder)
+        drafts = resolved.num_speculative_tokens
+        source = _source(resolved.drafter_folder)
         yield f"drafter: {source} ({as_size(drafter_size)}), up to {drafts} drafts a step"
-    yield from plan.doubts
-    kind = plan.device.type
+    yield from resolved.doubts
+    kind = resolved.device.type
     seconds = START_S.get(kind, START_S["cuda"]) + size / BYTES_PER_S
-    dtype = str(plan.dtype).removeprefix("torch.")
+    dtype = str(resolved.dtype).removeprefix("torch.")
     where = kind if config.tensor_parallel_size == 1 else f"{config.tensor_parallel_size} x {kind}"
     loading = f"loading takes about {round(seconds, -1) or 10:.0f} s"
     yield f"on {where} in {dtype}; {COMPILES if compiles_loops(config) else loading}"

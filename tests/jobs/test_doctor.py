@@ -236,7 +236,7 @@ def test_a_broken_kernel_is_found(
 
 
 def test_rates_of_experts_count_the_chosen_weights(monkeypatch: pytest.MonkeyPatch):
-    from manta.jobs.doctor import device_rates as rates
+    from manta.jobs.doctor import rate_checks as rates
 
     monkeypatch.setattr(rates, "_WEIGHT_BYTES", {"cpu": 1})  # one copy
     lines = [

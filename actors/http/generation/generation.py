@@ -25,7 +25,10 @@ from ...engine.outputs import CompletionOutput, RequestOutput
 from ...structured_outputs.grammar_frontend import left_out
 from ...tokenization.prompts import EncodedPrompt
 from ..middleware.api_keys import caller_of
+from ..protocol.chat_completion import ChatRequest
+from ..protocol.completion import CompletionRequest
 from ..protocol.logprobs import token_lengths
+from ..protocol.preparation import with_formats
 from ..protocol.prompt_echo import PromptParts
 from ..protocol.protocol import GenerationRequest, check_extra_fields
 from ..wire import sse
@@ -71,7 +74,7 @@ class ResponseShape(Protocol):
 def prepare(
     server: ServerContext,
     prefix: str,
-    request: GenerationRequest,
+    request: ChatRequest | CompletionRequest,
     http: Request,
     prompts: Sequence[EncodedPrompt],
     *,
@@ -95,7 +98,6 @@ def prepare(
     all_ignored = [*_ignored_fields(server, request, unknown), *ignored]
     params = request.sampling_params(server.defaults, default_max_tokens)
     all_ignored += left_out(params.structured_outputs)
-    params = server.chat.with_thinking_budget(params, prompts[0].text or "")
     if len(prompts) * params.n > MAX_COMPLETIONS:
         raise RequestError(
             f"n={params.n} for {len(prompts)} prompts: at most {MAX_COMPLETIONS} completions in one request.",
@@ -113,6 +115,9 @@ def prepare(
     origin: ResumeOrigin | None = http.scope["state"].get("origin")
     if origin is not None and params.seed is None:
         params = replace(params, seed=origin.seed)
+    params, parsers = with_formats(server.chat, request, params, prompts[0].text or "")
+    if params.structured_outputs is not None:
+        all_ignored += params.structured_outputs.left_out
     return GenerationTask(
         id=new_id(prefix) if origin is None else prefix + origin.id,
         request_id=http.scope["state"]["request_id"],
@@ -129,6 +134,7 @@ def prepare(
         and "no-store" not in http.headers.get("cache-control", ""),
         origin=origin,
         resumable=resumable,
+        parsers=parsers,
         trace_headers=trace_headers(http.headers),
     )
 

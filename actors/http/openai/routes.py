@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 
@@ -12,7 +11,7 @@ from ..generation.generation_task import GenerationTask
 from ..generation.server_context import ServerContext
 from ..protocol.chat_completion import REASONING_FIELDS, ChatRequest, ChatShape, unused_fields
 from ..protocol.completion import OPENAI_MAX_TOKENS, CompletionRequest, CompletionShape
-from ..protocol.preparation import prompt_of, with_formats
+from ..protocol.preparation import prompt_of
 from ..wire.json_io import JsonRoute
 
 
@@ -61,7 +60,7 @@ async def prepare_chat(
     prompt = await server.engine.encoder.prompt(
         chat, truncate=body.truncation(server.engine.info.max_model_len)
     )
-    task = prepare(
+    return prepare(
         server,
         prefix,
         body,
@@ -73,7 +72,3 @@ async def prepare_chat(
         resumable=resumable,
         ends_with_context=ends_with_context,
     )
-    params, parsers = with_formats(server.chat, body, task.params, prompt.text or "")
-    if params.structured_outputs is not None and server.settings.unknown_params != "ignore":
-        task.ignored.extend(params.structured_outputs.left_out)
-    return replace(task, params=params, parsers=parsers)

@@ -125,8 +125,6 @@ def refuse_unaffordable(resolved: ResolvedConfig) -> None:
     Called before weights and tables of positions are made, which a wrong length would let fill the memory.
     """
     is_gpu = resolved.device.type == "cuda"
-    if not is_gpu:
-        _warn_of_weights(resolved)
     affordable_pages(
         resolved,
         page_bytes(resolved, drafter=not resolved.split),
@@ -134,10 +132,11 @@ def refuse_unaffordable(resolved: ResolvedConfig) -> None:
     )
 
 
-def _warn_of_weights(resolved: ResolvedConfig) -> None:
-    """Warn if the target's weights exceed free memory as they are stored."""
-    if resolved.config.quantization is not None or not resolved.target_folder.is_dir():
-        return  # they may become smaller, or are random ones for a config
+def warn_of_weights(resolved: ResolvedConfig) -> None:
+    """Warn if the target's weights exceed free RAM as they are stored; for one rank, before they are read."""
+    may_shrink = resolved.config.quantization is not None
+    if resolved.device.type == "cuda" or may_shrink or not resolved.target_folder.is_dir():
+        return  # of a lone config the weights are random
     size, free = sum(file.stat().st_size for file in weight_files(resolved.target_folder)), free_ram_bytes()
     if size > free:
         logger.warning(

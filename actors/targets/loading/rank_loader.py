@@ -59,6 +59,7 @@ from .memory_budget import (
     page_bytes,
     refuse_unaffordable,
     state_bytes,
+    warn_of_weights,
 )
 from .operator_factory import (
     count_compilations,
@@ -187,6 +188,8 @@ class _Rank:
         self._resolved, self._communicator, self._remote_drafts = resolved, communicator, remote_drafts
         refuse_unaffordable(resolved)
         check_tier(resolved)
+        if communicator.rank == 0:
+            warn_of_weights(resolved)
         sharding = Sharding(resolved.target, communicator.rank, communicator.world_size)
         weights = models.target(resolved, sharding)
         self.backend = backend = make_backend(resolved, communicator)

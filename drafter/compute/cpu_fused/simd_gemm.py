@@ -18,7 +18,6 @@ from .tiles.amx_tiles import COLUMNS, SUMS_STRIDE
 from .tiles.simd_tiles import (
     CHUNK,
     TILE_BYTES,
-    host_row_bytes,
     most_rows,
     multiply_rows,
     pack_rows,
@@ -33,7 +32,7 @@ SUMS_BYTES = _EVEN_ROWS * SUMS_STRIDE
 
 def packed_bytes(inputs: int) -> int:
     """Return the memory that `project_rows` needs after SUMS_BYTES, in bytes."""
-    chunks, row_bytes = -(-inputs // CHUNK), host_row_bytes()
+    chunks, row_bytes = -(-inputs // CHUNK), packed_row_bytes()
     return max(_CACHE_BYTES // (chunks * row_bytes) // _EVEN_ROWS, 1) * _EVEN_ROWS * chunks * row_bytes
 
 

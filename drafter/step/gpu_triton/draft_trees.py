@@ -117,9 +117,11 @@ def tree_scores(
     rank, books = 1, (None, None, None)
     if codebooks is not None and gates_XE is not None:
         rank, books = gates_XE.shape[1], (gates_XE, codebooks.predecessor_VE, codebooks.successor_VE)
+    # By line: the candidates and the selector; the rows; sampling parameters by slot; results and sizes.
     _tree_scores[len(cu_rows_R1) - 1, max_rows, num_before](
-        found.scores_NK, found.z_NK, found.ids_NK, *books, rows.token_ids_N, rows.slots_N, rows.positions_N,
-        cu_rows_R1, state.temperature, state.top_k, state.top_p, state.min_p, state.seed, floors_N,
+        found.scores_NK, found.z_NK, found.ids_NK, *books,
+        rows.token_ids_N, rows.slots_N, rows.positions_N, cu_rows_R1,
+        state.temperature, state.top_k, state.top_p, state.min_p, state.seed, floors_N,
         scores_XPC, margins_N, num_before,
         FILTERS=filters, FIRST=anchor_distance, RANK=rank, TOP_K=count, RANKS=triton.next_power_of_2(rank),
         PLACES=triton.next_power_of_2(count), num_warps=1 if codebooks is None else 4,
@@ -181,8 +183,10 @@ def grow_trees(
 
 @triton.jit(do_not_specialize=["num_before"])
 def _tree_scores(
-    ranked, z, ids, gates, predecessors, successors, token_ids, slots, positions, cu_rows, temperatures,
-    top_ks, top_ps, min_ps, seeds, floors, scores, margins, num_before,
+    ranked, z, ids, gates, predecessors, successors,
+    token_ids, slots, positions, cu_rows,
+    temperatures, top_ks, top_ps, min_ps, seeds, floors,
+    scores, margins, num_before,
     FILTERS: tl.constexpr, FIRST: tl.constexpr, RANK: tl.constexpr, TOP_K: tl.constexpr, RANKS: tl.constexpr,
     PLACES: tl.constexpr,
 ):  # fmt: skip

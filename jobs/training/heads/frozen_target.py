@@ -1,9 +1,9 @@
 """The frozen target in a drafter's training: features, embeddings and head.
 
 It runs the engine's own forward pass, so any supported target can be used (all families, quantized
-checkpoints, experts), and the drafter is trained on the same features as in serving. Built from the same plan
-as an engine, with all layers in one page group, since nothing is kept between batches. Its weights get no
-gradients.
+checkpoints, experts), and the drafter is trained on the same features as in serving. Built from the same
+`ResolvedConfig` as an engine, with all layers in one page group, since nothing is kept between batches. Its
+weights get no gradients.
 
 Shapes: B sequences, T tokens, N = B * T rows, D width, V vocabulary.
 """
@@ -44,15 +44,15 @@ class FrozenTarget:
             stored = read_model(resolve_checkpoint(str(target), field="target")).dtype
             settings["attention_backend"] = "torch"
             settings["dtype"] = "float32" if stored == "float32" else "bfloat16"
-        plan = resolve_config(EngineConfig.from_dict(settings))
-        self.spec, self.device, self.dtype = plan.target, device, plan.dtype
-        self.weights = Checkpoints(dequantizes=True).target(plan, Sharding(plan.target, 0, 1))
+        resolved = resolve_config(EngineConfig.from_dict(settings))
+        self.spec, self.device, self.dtype = resolved.target, device, resolved.dtype
+        self.weights = Checkpoints(dequantizes=True).target(resolved, Sharding(resolved.target, 0, 1))
         # The compiled backends have their own threads, which would compete with those of training.
-        self._backend = EagerBackend() if device.type == "cpu" else make_backend(plan)
+        self._backend = EagerBackend() if device.type == "cpu" else make_backend(resolved)
         positions = max_tokens + 1
         self._decoder = Decoder(self.weights, layer_ids, positions, SingleRank(), self._backend)
         self._head_VD = self.weights.head()
-        self._page_size = plan.page_size
+        self._page_size = resolved.page_size
         self._cache: PagedKVCache | None = None
 
     @torch.no_grad()

@@ -19,10 +19,10 @@ from manta.actors.targets.model.tensor_parallel import Sharding
 from manta.actors.targets.model.weights import target_shapes
 from manta.cluster.config import EngineConfig
 from manta.drafter.compute.checkpoint.dummy_weights import RandomTensors
-from manta.drafter.compute.checkpoint.quantization.awq import Awq
+from manta.drafter.compute.checkpoint.quantization.awq import AWQ
 from manta.drafter.compute.checkpoint.quantization.eight_bit import EightBit
 from manta.drafter.compute.checkpoint.quantization.fp4 import CompressedNvfp4, ModelOptNvfp4, Mxfp4Linear
-from manta.drafter.compute.checkpoint.quantization.gptq import Gptq
+from manta.drafter.compute.checkpoint.quantization.gptq import GPTQ
 from manta.drafter.compute.checkpoint.quantization.packed_integers import PackedIntegers
 from manta.drafter.compute.checkpoint.quantization.scheme import Scheme
 from manta.drafter.compute.checkpoint.quantized_matrix import QuantizedMatrix
@@ -91,12 +91,12 @@ def encoder_of(scheme: Scheme) -> Encoder:
                 lambda o, i: (-(-o // rows), -(-i // columns)),
                 lambda o, i: (o // rows, i // columns),
             )
-        case PackedIntegers(bits=bits, group=group, symmetric=symmetric, act_order=act_order):
-            return packed(bits, group, symmetric=symmetric, act_order=act_order)
-        case Gptq(bits=bits, group=group, zero_offset=offset, act_order=act_order):
-            return gptq(bits, group, offset=offset, act_order=act_order)
-        case Awq(group=group):
-            return awq(group)
+        case PackedIntegers(packing=packing, bits=bits, group=group, act_order=act_order):
+            if packing == AWQ:
+                return awq(group)
+            if packing == GPTQ:
+                return gptq(bits, group, offset=scheme.zero_offset, act_order=act_order)
+            return packed(bits, group, symmetric=scheme.symmetric, act_order=act_order)
         case ModelOptNvfp4() | CompressedNvfp4():
             return nvfp4(compressed=isinstance(scheme, CompressedNvfp4))
         case Mxfp4Linear():

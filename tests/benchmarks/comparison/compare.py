@@ -69,11 +69,11 @@ def run_compare(config: EngineConfig, options: CompareOptions) -> Figures:
         )
     rows = read_prompts(options.prompts, options.num_prompts)
     servers = [OpenAIServer(options.server, options.server_model)] if options.server else []
-    plan = resolve_config(config)
+    resolved = resolve_config(config)
     prompts = [token_ids for _, token_ids in encode_prompts(rows, load_tokenizer(config))]
     num_threads = config.num_threads or owned_cores()
     torch.set_num_threads(num_threads)
-    generate, loop = _transformers_contenders(plan, tried_dtypes(config))
+    generate, loop = _transformers_contenders(resolved, tried_dtypes(config))
     say("the reference: Hugging Face generate in float32, one prompt at a time")
     reference = generate.reference(prompts, options.max_tokens)
     points: list[Figures] = []

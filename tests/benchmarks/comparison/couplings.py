@@ -75,11 +75,11 @@ EQUAL, ALTERNATIVE = "equal noise", "equal noise, one alternative"
 @torch.inference_mode()
 def run_couplings(config: EngineConfig, options: CouplingOptions) -> Figures:
     """Measure, print a table, write the figures if requested, and return them."""
-    plan = resolve_config(config)
-    if plan.drafter_folder is None:
+    resolved = resolve_config(config)
+    if resolved.drafter_folder is None:
         raise ConfigError("speculative_config is missing: give --spec-model.", param="speculative_config")
-    target = TransformersTarget(plan.target_folder, plan.device).load("float32")
-    drafter = LoopDrafter(plan.drafter_folder, target)
+    target = TransformersTarget(resolved.target_folder, resolved.device).load("float32")
+    drafter = LoopDrafter(resolved.drafter_folder, target)
     num_drafts = min(options.drafts or drafter.config.max_drafts, drafter.config.max_drafts)
     rows = read_prompts(options.prompts, options.num_prompts)
     prompts = [token_ids for _, token_ids in encode_prompts(rows, load_tokenizer(config))]

@@ -12,7 +12,7 @@ import torch
 from manta.cluster.errors import CheckpointError
 from manta.drafter.compute.checkpoint.loading.quantized_tensors import QuantizedFolder
 from manta.drafter.compute.checkpoint.loading.read_quantization import read_quantization
-from manta.drafter.compute.checkpoint.quantization.awq import in_order
+from manta.drafter.compute.checkpoint.quantization.awq import AWQ
 from manta.drafter.compute.checkpoint.quantization.bit_packing import unpack
 from manta.drafter.compute.checkpoint.quantization.checkpoint_quantization import CheckpointQuantization
 from safetensors.torch import load_file, save_file
@@ -346,7 +346,10 @@ def test_lists_of_modules_are_read_as_the_formats_mean_them(
 def test_awq_and_gptq_words_have_the_published_order() -> None:
     codes = torch.tensor([[0x76543210]], dtype=torch.int32)
     assert unpack(codes, 4).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
-    assert in_order(torch.tensor([[0x75316420]], dtype=torch.int32)).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert unpack(torch.cat([codes, codes], 1).T[:1], 4).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert AWQ.unpack(torch.tensor([[0x75316420]], dtype=torch.int32), 4).tolist() == [
+        [0, 1, 2, 3, 4, 5, 6, 7]
+    ]
     threes = sum((place % 8) << (3 * place) for place in range(32))
     words = [(threes >> (32 * word)) & 0xFFFFFFFF for word in range(3)]
     signed = [word - 2**32 if word >= 2**31 else word for word in words]

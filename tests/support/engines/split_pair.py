@@ -44,12 +44,12 @@ class Pair:
     def __init__(self, target: Path, spec: dict[str, object], **small: object) -> None:
         spec = {**spec, "placement": "split"}
         config = settings(target, **{"attention_backend": "triton", **small, "speculative_config": spec})
-        plan = resolve_config(config)
-        drafter = LoadedDrafter(plan)
+        resolved = resolve_config(config)
+        drafter = LoadedDrafter(resolved)
         self.drafts: list[torch.Tensor] = []
 
         def seat(hello: Hello) -> DrafterSession:
-            made = drafter.make_session(plan, hello.num_pages)
+            made = drafter.make_session(resolved, hello.num_pages)
             if isinstance(made, GpuDrafterSession):
                 made.__class__ = Listener
                 assert isinstance(made, Listener)
@@ -64,8 +64,8 @@ class Pair:
             return remotes[-1]
 
         with short_warm_up():
-            runner, self.info = start_runner(plan, Checkpoints(), SingleRank(), remote_drafts=remote)
-        self.remote, self.runner = remotes[-1], SplitRunner(runner, remotes[-1], plan)
+            runner, self.info = start_runner(resolved, Checkpoints(), SingleRank(), remote_drafts=remote)
+        self.remote, self.runner = remotes[-1], SplitRunner(runner, remotes[-1], resolved)
         self._thread = threading.Thread(target=self.server.serve, args=[0.1], daemon=True)
         self.remote.connect(self.server.address, "target", self.info, SpinWaiter(0.0))
         self._thread.start()

@@ -32,21 +32,21 @@ class DeviceBlocks(DeviceDrafts):
     has_context = True
 
     def __init__(self, drafter: DFlashDrafter, context: PagedKVCache, memory: StepMemory) -> None:
-        self.drafter, self._context, self._memory = drafter, context, memory
-        self.context, self.tree_config = context, drafter.config
+        self.drafter, self.context, self._memory = drafter, context, memory
+        self.tree_config = drafter.config
 
     def with_drafter(self, drafter: Drafter) -> DeviceBlocks:
         assert isinstance(drafter, DFlashDrafter), "the new drafter has the kind of the old one"
-        return DeviceBlocks(drafter, self._context, self._memory)
+        return DeviceBlocks(drafter, self.context, self._memory)
 
     def propose(self, requests: DeviceStepRequests, trees: StepTrees | None, *, filters: bool) -> None:
-        block = BlockPass(self.drafter, self._context, self._memory, requests, trees, filters=filters)
+        block = BlockPass(self.drafter, self.context, self._memory, requests, trees, filters=filters)
         _, margins_N = block.run()
         self._memory.workspace.margins_N[: len(margins_N)].copy_(margins_N)
 
     def inject(self, verified: VerifiedRows) -> None:
         features_NH = self.drafter.context_features(verified.taps_NmH)
-        self.drafter.write_context(features_NH, verified.rows, self._context)
+        self.drafter.write_context(features_NH, verified.rows, self.context)
 
 
 class BlockPass:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from .....cluster.step.scheduler_output import SchedulerOutput
-from .....drafter.compute.memory.kv_cache import PagedKVCache
 from .....drafter.dflash.config import DrafterConfig
 from .....drafter.dflash.model import DFlashDrafter
 from .....drafter.eagle3.model import Eagle3Drafter
@@ -136,14 +135,12 @@ class DeviceDrafts:
         has_margins: whether its drafts have margins.
         can_be_forced: whether a grammar may replace its drafts by forced tokens.
         tree_config: of a drafter whose candidates can grow trees; else None.
-        context: pages of the drafter's context in this process; None without.
     """
 
     has_context: bool = False
     has_margins: bool = True
     can_be_forced: bool = True
     tree_config: DrafterConfig | None = None
-    context: PagedKVCache | None = None
 
     def receive(self, num_rows: int, trees: StepTrees | None, *, has_grammars: bool) -> None:
         """Get ready for `propose` over blocks of `num_rows` rows; may wait for another process."""

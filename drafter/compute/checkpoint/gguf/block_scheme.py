@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from gguf.constants import GGMLQuantizationType
@@ -19,8 +18,6 @@ from .block_formats import CODED, block_sizes, codes_of, values_of
 @dataclass(frozen=True, slots=True)
 class BlockScheme(Scheme):
     """A matrix of one of GGUF's packed types; its shape in the file is [O, bytes of a row]."""
-
-    CODES: ClassVar[str] = "weight"
 
     type: GGMLQuantizationType
 

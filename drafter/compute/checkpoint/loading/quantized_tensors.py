@@ -61,13 +61,13 @@ class QuantizedTensors(TensorHeaders):
             if last not in _CODES or (last == _WEIGHT and stored.dtypes[name] in FLOATS):
                 continue
             scheme = quantization.scheme_of(module)
-            if scheme is not None and last == scheme.CODES and scheme.is_stored(stored, module):
+            if scheme is not None and name == scheme.codes_name(module) and scheme.is_stored(stored, module):
                 yield f"{module}.{_WEIGHT}", scheme
 
     def _replace_parts(self, name: str, scheme: Scheme) -> None:
         module = name.removesuffix(f".{_WEIGHT}")
         shape = scheme.shape(self.stored, module)
-        file = self.stored.file_of[f"{module}.{scheme.CODES}"]
+        file = self.stored.file_of[scheme.codes_name(module)]
         try:
             parts = scheme.parts(self.stored, module, shape)
         except CheckpointError:  # reported by `check`, if the matrix is used

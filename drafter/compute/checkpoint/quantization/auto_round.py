@@ -12,10 +12,11 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ..hf_config import HfConfig, Json, parse, wrong
-from .awq import Awq
+from .awq import AWQ
 from .checkpoint_quantization import KEY, CheckpointQuantization
-from .gptq import Gptq
+from .gptq import GPTQ
 from .module_patterns import LINEAR, ModulePatterns, expressions_of, normalized
+from .packed_integers import PackedIntegers
 from .scheme import WHOLE_ROW, GroupSize, Scheme
 
 _PLAIN_BITS = 16
@@ -73,7 +74,7 @@ def _scheme(config: AutoRoundConfig, own: _ModuleSettings, file: str, at: str) -
     if config.packing_format in _AWQ:
         if bits != 4:
             raise wrong(file, f"{at}.bits", bits, "4, for AWQ's packing")
-        return Awq(groups)
+        return PackedIntegers(AWQ, 4, groups)
     if config.packing_format not in _ZERO_OFFSETS:
         served = ", ".join((*_ZERO_OFFSETS, *_AWQ))
         raise wrong(
@@ -81,5 +82,5 @@ def _scheme(config: AutoRoundConfig, own: _ModuleSettings, file: str, at: str) -
         )
     for served in _SERVED_BITS:
         if bits == served:
-            return Gptq(served, groups, _ZERO_OFFSETS[config.packing_format])
+            return PackedIntegers(GPTQ, served, groups, zero_offset=_ZERO_OFFSETS[config.packing_format])
     raise wrong(file, f"{at}.bits", bits, "2, 3, 4 or 8, or 16 for modules that are not quantized")

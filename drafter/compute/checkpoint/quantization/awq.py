@@ -9,104 +9,25 @@ The nibbles of a word, lowest first, hold outputs 0, 2, 4, 6, 1, 3, 5, 7.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
-import torch
 from pydantic import AliasChoices, Field
-from torch import Tensor
 
 from ..hf_config import HfConfig, Json, parse
-from ..quantized_matrix import PackedForm, QuantizedMatrix
-from ..safetensors_reader import TensorFolder, TensorHeaders
-from .bit_packing import unpack, word_range
 from .checkpoint_quantization import KEY, CheckpointQuantization
 from .module_patterns import LINEAR, unconverted
-from .scheme import (
-    FLOAT_SCALES,
-    WHOLE_ROW,
-    GroupSize,
-    StoredForm,
-    WordScheme,
-    aligned_groups,
-    columns_in_order,
-    describe_scales,
-    int4_matrix,
-    packed_form,
-    read_scales,
-    require_multiple,
-    rows_of_groups,
+from .packed_integers import PackedIntegers, Packing
+from .scheme import WHOLE_ROW, GroupSize
+
+AWQ = Packing(
+    label="AWQ ",
+    codes="qweight",
+    scales="scales",
+    zeros="qzeros",
+    is_transposed=True,
+    packs_outputs=True,
+    order=(0, 4, 1, 5, 2, 6, 3, 7),
 )
-
-_BITS, _PER_WORD = 4, 8
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of each output of a word
-
-
-@dataclass(frozen=True, slots=True)
-class Awq(WordScheme):
-    """AWQ's integers; `group` inputs share a scale (None: all)."""
-
-    CODES: ClassVar[str] = "qweight"
-
-    group: int | None
-
-    @property
-    def dtype(self) -> str:
-        return "INT4"
-
-    @property
-    def packed_form(self) -> PackedForm | None:
-        return packed_form("int4", self.group, torch.float16, shift_bytes=1)
-
-    def __str__(self) -> str:
-        return f"AWQ INT4 {describe_scales(self.group)}"
-
-    def shape(self, stored: TensorHeaders, module: str) -> tuple[int, int]:
-        columns, words = (*stored.shapes[f"{module}.qweight"], 1, 1)[:2]
-        return words * _PER_WORD, columns
-
-    def parts(self, stored: TensorHeaders, module: str, shape: tuple[int, int]) -> Mapping[str, StoredForm]:
-        rows, columns = shape
-        require_multiple(stored, module, "outputs", rows, _PER_WORD)
-        groups = 1
-        if self.group is not None:
-            require_multiple(stored, module, "inputs", columns, self.group)
-            groups = columns // self.group
-        return {
-            f"{module}.qweight": (((columns, rows // _PER_WORD),), self.code_dtypes),
-            f"{module}.qzeros": (((groups, rows // _PER_WORD),), ("I32",)),
-            f"{module}.scales": (((groups, rows),), FLOAT_SCALES),
-        }
-
-    def read(self, files: TensorFolder, module: str, rows: slice, columns: slice) -> Tensor:
-        words, first = word_range(rows, _BITS)
-        num_rows = rows.stop - rows.start
-        index = columns_in_order(columns, self.group or columns.stop)
-        places, groups = rows_of_groups(index, files.shapes[f"{module}.scales"][0], files, module)
-        codes_IO = in_order(files.part(f"{module}.qweight", columns, words)).narrow(1, first, num_rows)
-        zeros_GO = in_order(files.part(f"{module}.qzeros", groups, words)).narrow(1, first, num_rows)
-        values_IO = codes_IO.float() - zeros_GO.float()[places]
-        scales_GO = read_scales(files, f"{module}.scales", groups, rows).float()
-        return values_IO.mul_(scales_GO[places]).T.contiguous()
-
-    def read_codes(
-        self, files: TensorFolder, module: str, rows: slice, columns: slice
-    ) -> QuantizedMatrix | None:
-        if (groups := aligned_groups(columns, self.group)) is None:
-            return None
-        words, first = word_range(rows, _BITS)
-        codes_IO = in_order(files.part(f"{module}.qweight", columns, words))
-        zeros_GO = in_order(files.part(f"{module}.qzeros", groups, words))
-        codes_OI, zeros_OG = (
-            each.narrow(1, first, rows.stop - rows.start).T.contiguous() for each in (codes_IO, zeros_GO)
-        )
-        return int4_matrix(codes_OI, read_scales(files, f"{module}.scales", groups, rows).T, zeros_OG)
-
-
-def in_order(words: Tensor) -> Tensor:
-    """Return the codes of words along the last dimension, in the order of the outputs."""
-    return unpack(words, _BITS).unflatten(-1, (-1, _PER_WORD))[..., _PLACES].flatten(-2)
 
 
 class AwqConfig(HfConfig):
@@ -127,5 +48,5 @@ def read_awq(raw: Json, file: str) -> CheckpointQuantization:
         method="awq",
         file=file,
         ignored=unconverted(config.modules_to_not_convert, file, f"{KEY}.modules_to_not_convert"),
-        targets=((LINEAR, Awq(group)),),
+        targets=((LINEAR, PackedIntegers(AWQ, 4, group)),),
     )

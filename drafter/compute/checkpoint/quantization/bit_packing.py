@@ -35,8 +35,8 @@ def unpack(words_RW: Tensor, bits: int) -> Tensor:
     """Return the codes along the last dimension, uint8 [R, W * 32 / bits], without their offset."""
     assert words_RW.dtype is torch.int32, "words of 32 bits"
     if bits in (4, 8):
-        # Flat first: a view as bytes needs a last stride of 1, which a single column need not have.
-        bytes_RB = words_RW.contiguous().flatten().view(torch.uint8).view(*words_RW.shape[:-1], -1)
+        # A view as bytes needs a last stride of 1, which a single word need not have.
+        bytes_RB = words_RW.contiguous().unsqueeze(-1).view(torch.uint8).flatten(-2)
         return bytes_RB if bits == 8 else torch.stack((bytes_RB & 0xF, bytes_RB >> 4), dim=-1).flatten(-2)
     if WORD_BITS % bits == 0:
         shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)

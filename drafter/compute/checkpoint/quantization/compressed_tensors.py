@@ -1,8 +1,18 @@
 """compressed-tensors' `quantization_config`: groups of modules, each with a scheme of its own.
 
     float-quantized, int-quantized, naive-quantized   `eight_bit.py`
-    pack-quantized                                    `packed_integers.py`
+    pack-quantized                                    `packed_integers.py`, as `PACK_QUANTIZED`
     mxfp4-pack-quantized, nvfp4-pack-quantized        `fp4.py`
+
+Integers of 4 or 8 bits are packed along the inputs:
+
+    MODULE.weight_packed      int32 [O, ceil(I * bits / 32)]     w = (code - zero) * scale
+    MODULE.weight_scale       [O, G]; per channel [O, 1]; per tensor [1]
+    MODULE.weight_shape       [2]: O and I
+    MODULE.weight_zero_point  int32 [ceil(O * bits / 32), G], packed along the outputs; or int8 [O, G]
+    MODULE.weight_g_idx       int32 [I]: each input's group (act-order); -1: groups are consecutive
+
+Codes are unsigned in the files; of symmetric weights the zero is the middle one.
 
 Sparse layouts and `transform_config` are refused. Activations are not quantized here, even if declared.
 """
@@ -12,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import AfterValidator, Field
 
 from ..hf_config import Count, HfConfig, Json, Off, parse, wrong
@@ -20,9 +31,18 @@ from .eight_bit import EightBit
 from .fp4 import CompressedNvfp4, Mxfp4Linear
 from .kv_scales import is_fp8_kv
 from .module_patterns import names_and_classes
-from .packed_integers import PackedIntegers
+from .packed_integers import PackedIntegers, Packing
 from .scheme import WHOLE_ROW, GroupSize, Scheme
 
+PACK_QUANTIZED = Packing(
+    codes="weight_packed",
+    scales="weight_scale",
+    zeros="weight_zero_point",
+    index="weight_g_idx",
+    shape="weight_shape",
+    plain_zeros=("I8",),
+    scales_dtype=torch.bfloat16,
+)
 _ACT_ORDER = ("group", "dynamic", True)
 _PLAIN_CODES = ("float-quantized", "int-quantized", "naive-quantized")
 _SERVED = (
@@ -138,6 +158,7 @@ def _packed(weights: _WeightSettings, file: str, at: str) -> PackedIntegers:
     if strategy == "tensor" and not weights.symmetric:
         raise wrong(file, f"{at}.weights.symmetric", weights.symmetric, "true with one scale per tensor")
     return PackedIntegers(
+        PACK_QUANTIZED,
         weights.num_bits,
         weights.group,
         per_tensor=strategy == "tensor",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import AfterValidator, AliasChoices, Field
@@ -50,8 +50,6 @@ class EightBit(Scheme):
 
     `block`: rows and columns of a block; a group of columns in one row is (1, columns).
     """
-
-    CODES: ClassVar[str] = "weight"
 
     code: Literal["F8_E4M3", "I8"]
     granularity: Granularity

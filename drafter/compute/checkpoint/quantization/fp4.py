@@ -59,14 +59,14 @@ class _Fp4(Scheme):
         return "FP4"
 
     def shape(self, stored: TensorHeaders, module: str) -> tuple[int, int]:
-        rows, columns = (*stored.shapes[f"{module}.{self.CODES}"], 1, 1)[:2]
+        rows, columns = (*stored.shapes[self.codes_name(module)], 1, 1)[:2]
         return rows, 2 * columns
 
     def parts(self, stored: TensorHeaders, module: str, shape: tuple[int, int]) -> Mapping[str, StoredForm]:
         rows, columns = shape
         require_multiple(stored, module, "inputs", columns, self.GROUP)
         return {
-            f"{module}.{self.CODES}": (((rows, columns // 2),), self.code_dtypes),
+            self.codes_name(module): (((rows, columns // 2),), self.code_dtypes),
             f"{module}.weight_scale": (((rows, columns // self.GROUP),), self.SCALE_DTYPES),
         }
 
@@ -93,7 +93,7 @@ class _Fp4(Scheme):
 
     def _codes(self, files: TensorFolder, module: str, rows: slice, columns: slice) -> Tensor:
         bytes_range, first = enclosing(columns, 2)
-        pairs = files.part(f"{module}.{self.CODES}", rows, bytes_range)
+        pairs = files.part(self.codes_name(module), rows, bytes_range)
         codes = torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(1)
         return codes.narrow(1, first, columns.stop - columns.start)
 
@@ -141,7 +141,6 @@ class _Nvfp4(_Fp4):
 
 @dataclass(frozen=True, slots=True)
 class ModelOptNvfp4(_Nvfp4):
-    CODES: ClassVar[str] = "weight"
     MATRIX_SCALE: ClassVar[str] = "weight_scale_2"
 
     def _scales(self, files: TensorFolder, module: str, stored: Tensor) -> Tensor:

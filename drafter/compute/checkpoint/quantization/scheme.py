@@ -17,7 +17,7 @@ from pydantic import AfterValidator
 from torch import Tensor
 
 from .....cluster.errors import CheckpointError
-from ..quantized_matrix import ZERO, Code, PackedForm, QuantizedMatrix
+from ..quantized_matrix import Code, PackedForm, QuantizedMatrix
 from ..safetensors_reader import TensorFolder, TensorHeaders
 
 Shape = tuple[int, ...]
@@ -40,9 +40,13 @@ GroupSize = Annotated[int, AfterValidator(_check_group)]
 
 @dataclass(frozen=True, slots=True)
 class Scheme(ABC):
-    """Form in which a module's matrix is stored; `CODES` is the suffix of its tensor with the codes."""
+    """Form in which a module's matrix is stored; `CODES` ends the name of its tensor with the codes."""
 
-    CODES: ClassVar[str]
+    CODES: ClassVar[str] = "weight"
+
+    def codes_name(self, module: str) -> str:
+        """Return the name of the tensor with the codes."""
+        return f"{module}.{self.CODES}"
 
     @property
     @abstractmethod
@@ -78,17 +82,7 @@ class Scheme(ABC):
         return None
 
     def is_stored(self, stored: TensorHeaders, module: str) -> bool:
-        return stored.dtypes.get(f"{module}.{self.CODES}") in self.code_dtypes
-
-
-class WordScheme(Scheme):
-    """A scheme that packs codes into words of 32 bits."""
-
-    __slots__ = ()
-
-    @property
-    def code_dtypes(self) -> tuple[str, ...]:
-        return ("I32",)
+        return stored.dtypes.get(self.codes_name(module)) in self.code_dtypes
 
 
 def describe_scales(group: int | None, per: str = "channel") -> str:
@@ -162,27 +156,3 @@ def as_int8(codes_OI: Tensor, zeros_OG: Tensor) -> Tensor | None:
     codes_OGC = codes_OI.short().unflatten(1, (zeros_OG.shape[1], -1)) - zeros_OG.short().unsqueeze(2)
     fits = bool(((codes_OGC >= -128) & (codes_OGC <= 127)).all())
     return codes_OGC.flatten(1).to(torch.int8) if fits else None
-
-
-def int4_matrix(codes_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor) -> QuantizedMatrix:
-    """Return a matrix of unsigned codes of 4 bits; all are uint8 but the scales."""
-    is_middle = bool((zeros_OG == ZERO).all())
-    return QuantizedMatrix(
-        "int4", codes_OI, scales_OG.contiguous(), None if is_middle else zeros_OG.contiguous()
-    )
-
-
-def rows_of_groups(index: Tensor, num_groups: int, files: TensorFolder, name: str) -> tuple[Tensor, slice]:
-    """Return each column's group relative to the first used, and the range used; all must have a scale."""
-    groups, first, last = index.long(), int(index.min()), int(index.max())
-    if first < 0 or last >= num_groups:
-        raise CheckpointError(
-            f"{files.where}: {name} names groups {first} to {last}, but there are {num_groups}; download "
-            "again.",
-            param=name,
-        )
-    return groups - first, slice(first, last + 1)
-
-
-def columns_in_order(columns: slice, group: int) -> Tensor:
-    return torch.arange(columns.start, columns.stop) // group

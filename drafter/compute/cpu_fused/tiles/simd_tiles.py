@@ -26,7 +26,7 @@ from typing import Any
 
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from ...cpu_numba.cpu_features import Instructions, bf16_instructions
 from ...cpu_numba.llvm_intrinsics import (
@@ -206,19 +206,15 @@ def _bf16_tile() -> type[FloatTile] | type[PairTile]:
     return PairTile if bf16_instructions() is Instructions.AVX512_BF16 else FloatTile
 
 
-def host_row_bytes() -> int:
+def packed_row_bytes() -> int:
     """Return the bytes of a chunk of a row packed by `pack_rows`."""
     return CHUNK * _bf16_tile().element_bytes
 
 
-@intrinsic
-def packed_row_bytes(context):
-    """Return `host_row_bytes` in compiled code."""
-
-    def generate(context, builder, signature, args):
-        return integer(host_row_bytes())
-
-    return types.int64(), generate
+@overload(packed_row_bytes)
+def _packed_row_bytes():
+    row_bytes = packed_row_bytes()
+    return lambda: row_bytes
 
 
 def _value(number: Value | int) -> Value:

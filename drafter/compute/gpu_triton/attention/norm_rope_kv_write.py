@@ -164,20 +164,20 @@ def _norm_rotate_write(
         sin_ptr += at
     if group < Q_GROUPS:
         _move(
-            q_ptr, q_ptr, group, q_norm_ptr, eps, cos_ptr, sin_ptr, None, NUM_Q, HALF, WIDTH, GROUP, False,
-            False,
+            q_ptr, q_ptr, group, q_norm_ptr, eps, cos_ptr, sin_ptr, None, NUM_Q, HALF, WIDTH, GROUP,
+            PLAIN_NORM=False, IS_KV=False,
         )  # fmt: skip
     elif group < Q_GROUPS + KV_GROUPS:
         group -= Q_GROUPS
         _move(
             fresh_k_ptr, k_ptr + to, group, k_norm_ptr, eps, cos_ptr, sin_ptr, k_scale, NUM_KV, HALF, WIDTH,
-            GROUP, False, True,
+            GROUP, PLAIN_NORM=False, IS_KV=True,
         )  # fmt: skip
     else:
         group -= Q_GROUPS + KV_GROUPS
         _move(
             fresh_v_ptr, v_ptr + to, group, None, eps, None, None, v_scale, NUM_KV, V_HALF, V_WIDTH, GROUP,
-            V_NORM, True,
+            PLAIN_NORM=V_NORM, IS_KV=True,
         )  # fmt: skip
 
 
@@ -205,14 +205,14 @@ def _write_context(
         sin_ptr += at
         _move(
             fresh_k_ptr, k_ptr, group, norm_ptr, eps, cos_ptr, sin_ptr, k_scale, NUM_KV, HALF, WIDTH, GROUP,
-            False, True,
+            PLAIN_NORM=False, IS_KV=True,
         )  # fmt: skip
     else:
         fresh_v_ptr = fresh_k_ptr + NUM_LAYERS * KEYS
         group -= KV_GROUPS
         _move(
             fresh_v_ptr, k_ptr + KEYS, group, None, eps, None, None, v_scale, NUM_KV, HALF, WIDTH, GROUP,
-            False, True,
+            PLAIN_NORM=False, IS_KV=True,
         )  # fmt: skip
 
 
@@ -224,7 +224,8 @@ def _move(
 ):  # fmt: skip
     """Norm and rotate (each if given) group `group` of a row's `NUM_HEADS` heads, and write it.
 
-    `scale` divides what is written in e4m3.
+    `PLAIN_NORM`: without a weight, as Gemma 4's values. `IS_KV`: `to_ptr` is in the pages, whose dtype may be
+    e4m3; `scale` divides what is written in it.
     """
     heads_G = group * GROUP + tl.arange(0, GROUP)
     columns_C = tl.arange(0, WIDTH)
