@@ -21,7 +21,6 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import aiohttp
@@ -45,7 +44,7 @@ from ..http.wire.errors import (
     logged_elsewhere,
 )
 from ..http.wire.json_io import JsonObject
-from ..http.wire.sse import DONE, KEEP_ALIVE, cancel_on_disconnect
+from ..http.wire.sse import KEEP_ALIVE, Ending, cancel_on_disconnect
 from .gateway_metrics import GatewayMetrics
 from .isolation import Isolation, SuspectRequest
 from .replica_set import Fleet, Member
@@ -87,7 +86,7 @@ class GenerationResponse(Response):
         http: Request,
         body: bytes,
         hints: RoutingHints,
-        ending: Callable[[BaseException], bytes],
+        ending: Ending,
     ) -> None:
         self.background = None
         self._parts = parts
@@ -128,7 +127,7 @@ class GenerationResponse(Response):
         ):
             if self._point is not None and self._point.ended:
                 await self._begin(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
-                await self._finish(DONE)
+                await self._finish(self._ending(None))
             else:
                 await self._try_replicas()
 
@@ -147,7 +146,10 @@ class GenerationResponse(Response):
                 return
             self._stream.next_replica()
             self._origin = replace(
-                self._origin, attempt=self._origin.attempt + 1, resume_state=self._stream.resume_state
+                self._origin,
+                attempt=self._origin.attempt + 1,
+                num_events=self._stream.num_events,
+                resume_state=self._stream.resume_state,
             )
 
     async def _next_replica(self) -> Member | None:
@@ -202,7 +204,7 @@ class GenerationResponse(Response):
                     return await self._relay(member, response)
         except BROKEN as error:
             if self._stream.ended:
-                await self._finish(DONE)
+                await self._finish(self._ending(None))
                 return True
             logger.warning("request %s: replica %s broke off: %r", request_id, member.name, error)
             self._parts.fleet.mark_broken(member)
@@ -269,22 +271,28 @@ class GenerationResponse(Response):
             elif piece:
                 await self._write(with_id(piece, stream.point(self._origin)) if self._gives_ids else piece)
             if stream.error is not None:
-                return await self._end_or_refuse(member, stream.error)
+                return await self._end_or_refuse(member, stream.error, response)
             if stream.ended:
                 self._suspect.complete()
                 await self._begin_like(response)
-                await self._finish(DONE)
+                await self._finish(self._ending(None))
                 await response.read()  # so that the connection can be reused
                 return True
         raise aiohttp.ClientPayloadError("the stream ended before the completion")
 
-    async def _end_or_refuse(self, member: Member, error: JsonObject) -> bool:
+    async def _end_or_refuse(
+        self, member: Member, error: JsonObject, response: aiohttp.ClientResponse
+    ) -> bool:
         """Handle a stream that ended with an error; False if another replica continues."""
         if error.get("code") == 503:
             await self._refuse(member, error_response(EngineDeadError(error["message"])), error)
             return False
-        body = orjson.dumps({"error": error})
-        await self._answer(Response(body, error["code"], media_type="application/json"))
+        events = self._stream.rest() + await response.read()
+        if self._has_started:
+            await self._finish(events)
+        else:
+            body = orjson.dumps({"error": error})
+            await self._answer(Response(body, error["code"], media_type="application/json"))
         return True
 
     async def _refuse(self, member: Member, refusal: Response, error: JsonObject) -> None:
@@ -299,10 +307,11 @@ class GenerationResponse(Response):
     # Writing to the client.
 
     async def _answer(self, response: Response) -> None:
-        """Send a whole response; in a started stream, its body as the final event."""
+        """Send a whole response; in a started stream, its error as the final event."""
         assert self._send is not None
         if self._has_started:
-            await self._finish(b"data: " + bytes(response.body) + b"\n\n" + DONE)
+            message = _error_of(response).get("message", "The server cannot continue this stream.")
+            await self._finish(self._ending(RequestError(message)))
         else:
             logged_elsewhere(self._http.scope)
             await response(self._http.scope, self._http.receive, self._send)

@@ -19,13 +19,13 @@ import orjson
 from ...cluster.errors import RequestError, brief
 from ...cluster.request.request import MAX_SEED
 from ..engine.outputs import ResumeState
-from ..http.generation.resume_origin import END, TOKENS_MARK, ResumeOrigin
+from ..http.generation.resume_origin import END, ERROR_MARK, TOKENS_MARK, ResumeOrigin
 from ..http.wire.sse import KEEP_ALIVE
 
 RESUMABLE_HEADER = "x-resumable"  # of a client that wants ids: "true"
 POINT_HEADER = "last-event-id"
-_ERROR = b'data: {"error":'
-_POINT = re.compile(r"([0-9a-f]{32})\.(\d{1,12})\.(\d{1,19})\.(\d{1,9})\.(\d{1,9})\.([0-9a-f]{16})(\.end)?")
+_NUMBERS = r"(\d{1,12})\.(\d{1,19})\.(\d{1,9})\.(\d{1,9})\.(\d{1,9})"
+_POINT = re.compile(rf"([0-9a-f]{{32}})\.{_NUMBERS}\.([0-9a-f]{{16}})(\.end)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,9 @@ class ResumePoint:
     seed: int
     num_tokens: int
     num_chars: int
+    num_events: int
     digest: str
-    ended: bool = False  # only [DONE] follows
+    ended: bool = False  # the client has all events
 
     @property
     def origin(self) -> ResumeOrigin:
@@ -51,7 +52,7 @@ class ResumePoint:
         return ResumeOrigin(id=self.id, created_s=self.created_s, seed=self.seed, attempt=attempt)
 
     def __str__(self) -> str:
-        numbers = f"{self.created_s}.{self.seed}.{self.num_tokens}.{self.num_chars}"
+        numbers = f"{self.created_s}.{self.seed}.{self.num_tokens}.{self.num_chars}.{self.num_events}"
         return f"{self.id}.{numbers}.{self.digest}{'.end' if self.ended else ''}"
 
     @classmethod
@@ -63,8 +64,7 @@ class ResumePoint:
                 "event that had one, or leave the header out.",
                 param="Last-Event-ID",
             )
-        created_s, seed, num_tokens, num_chars = map(int, found.group(2, 3, 4, 5))
-        return cls(found[1], created_s, seed, num_tokens, num_chars, found[6], found[7] is not None)
+        return cls(found[1], *map(int, found.groups()[1:6]), digest=found[7], ended=found[8] is not None)
 
 
 class ResumableStream:
@@ -75,7 +75,8 @@ class ResumableStream:
     """
 
     def __init__(self) -> None:
-        self.ended = False  # the completion is whole; only [DONE] follows
+        self.num_events = 0  # that the client may have
+        self.ended = False  # the completion is whole; only the API's last line follows
         # the error with which a replica ended it, in OpenAI's format (Any: JSON)
         self.error: dict[str, Any] | None = None
         self._token_ids = array("i")
@@ -93,7 +94,7 @@ class ResumableStream:
 
     def point(self, origin: ResumeOrigin) -> ResumePoint:
         """Return the position after all that `feed` has returned."""
-        shared = origin.id, origin.created_s, origin.seed, self.num_tokens, self._num_chars
+        shared = origin.id, origin.created_s, origin.seed, self.num_tokens, self._num_chars, self.num_events
         return ResumePoint(*shared, self._digest.hexdigest(), self.ended)
 
     def rewind(self, point: ResumePoint) -> None:
@@ -108,6 +109,7 @@ class ResumableStream:
                 param="Last-Event-ID",
             )
         self._token_ids, self._digest, self._num_chars = token_ids, digest, point.num_chars
+        self.num_events = point.num_events
         self.ended = False
 
     def next_replica(self) -> None:
@@ -127,10 +129,17 @@ class ResumableStream:
         while rest.startswith(KEEP_ALIVE):
             given.append(KEEP_ALIVE)
             rest = rest[len(KEEP_ALIVE) :]
-        if rest.startswith(_ERROR) and (end := rest.find(b"\n\n")) >= 0:
-            self.error = orjson.loads(rest[len(b"data: ") : end])["error"]
+        if rest.startswith(ERROR_MARK) and (end := rest.find(b"\n\n")) >= 0:
+            self.error = orjson.loads(rest[len(ERROR_MARK) : end])["error"]
+            rest = rest[end + 2 :]
         self._buffered = rest
-        return b"".join(given)
+        released = b"".join(given)
+        self.num_events += released.count(b"\n\n") - released.count(KEEP_ALIVE)
+        return released
+
+    def rest(self) -> bytes:
+        """Return what has arrived after an error: the client's events of it."""
+        return self._buffered
 
     def _take(self, comment: bytes) -> None:
         """Parse a comment: number of characters, token ids, and whether the completion has ended."""
