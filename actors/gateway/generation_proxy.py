@@ -12,14 +12,13 @@ event.
 
 A client whose connection broke, because this or another gateway has died, sends its request again with the id
 of the last event that had one. The answer is then computed again up to there, unseen, and continues as after
-a replica's death.
+a replica's death. A request with an `Idempotency-Key` gets the same answer each time, also a whole one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from dataclasses import dataclass, replace
 
@@ -31,8 +30,7 @@ from starlette.types import Receive, Scope, Send
 from yarl import URL
 
 from ...cluster.errors import EngineDeadError, MantaError, OverloadedError, RequestError
-from ...cluster.request.request import MAX_SEED
-from ..http.generation.resume_origin import ORIGIN_HEADER, TOKENS_HEADER, ResumeOrigin
+from ..http.generation.resume_origin import ORIGIN_HEADER, TOKENS_HEADER
 from ..http.middleware.api_keys import KeyLimits, caller_of
 from ..http.middleware.request_gate import Traffic
 from ..http.wire.errors import (
@@ -49,7 +47,16 @@ from .gateway_metrics import GatewayMetrics
 from .isolation import Isolation, SuspectRequest
 from .replica_set import Fleet, Member
 from .routing_hints import RoutingHints
-from .stream_resume import POINT_HEADER, RESUMABLE_HEADER, ResumableStream, ResumePoint, with_id
+from .stream_resume import (
+    KEY_HEADER,
+    POINT_HEADER,
+    RESUMABLE_HEADER,
+    ResumableStream,
+    ResumePoint,
+    new_origin,
+    origin_of_key,
+    with_id,
+)
 from .upstream_client import Upstream, path_of, request_headers, response_headers
 
 logger = logging.getLogger(__name__)
@@ -99,7 +106,14 @@ class GenerationResponse(Response):
         # What the client has of an earlier connection; None once the answer is computed again up to there.
         self._point = None if given is None else ResumePoint.parse(given)
         self._gives_ids = given is not None or http.headers.get(RESUMABLE_HEADER, "").lower() == "true"
-        self._origin = _new_origin() if self._point is None else self._point.origin
+        if self._point is not None:
+            self._origin = self._point.origin
+        elif key := http.headers.get(KEY_HEADER):
+            owner = caller_of(http.scope).owner or ""
+            self._origin = origin_of_key(*map(str.encode, (key, owner, http.url.path)), body)
+        else:
+            self._origin = new_origin()
+        self._num_attempts = 0
         self._stream = ResumableStream()
         self._refused: set[str] = set()  # names of the replicas that refused
         self._refusal: Response | None = None  # the last refusal
@@ -177,12 +191,13 @@ class GenerationResponse(Response):
                 if self._has_started and time.monotonic() - keep_alive_s > KEEP_ALIVE_S:
                     keep_alive_s = time.monotonic()
                     await self._write(KEEP_ALIVE)
-        if self._origin.attempt:
+        if self._num_attempts:
             count = self._parts.metrics.resumed if self._has_started else self._parts.metrics.retried
             count(self._model.names[0])
         return member
 
     async def _attempt(self, member: Member) -> bool:
+        self._num_attempts += 1
         with self._suspect.attempt(member):
             return await self._send_request(member)
 
@@ -332,12 +347,6 @@ class GenerationResponse(Response):
 
     async def _finish(self, data: bytes) -> None:
         await self._write(data, more=False)
-
-
-def _new_origin() -> ResumeOrigin:
-    return ResumeOrigin(
-        id=secrets.token_hex(16), created_s=int(time.time()), seed=secrets.randbelow(MAX_SEED)
-    )
 
 
 async def died_with_requests(member: Member, error: BaseException) -> bool:

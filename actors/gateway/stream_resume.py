@@ -2,16 +2,17 @@
 
 Handles bytes, not connections. `http/generation/resume_origin.py` defines the format between gateway and
 replica. A client that asks for it also gets positions as ids of events, with which it can reconnect to any
-gateway (`ResumePoint`).
+gateway (`ResumePoint`). One that sends an Idempotency-Key gets the same answer again (`origin_of_key`).
 """
 
 from __future__ import annotations
 
 import re
 import secrets
+import time
 from array import array
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from typing import Any
 
 import orjson
@@ -24,6 +25,7 @@ from ..http.wire.sse import KEEP_ALIVE
 
 RESUMABLE_HEADER = "x-resumable"  # of a client that wants ids: "true"
 POINT_HEADER = "last-event-id"
+KEY_HEADER = "idempotency-key"
 _NUMBERS = r"(\d{1,12})\.(\d{1,19})\.(\d{1,9})\.(\d{1,9})\.(\d{1,9})"
 _POINT = re.compile(rf"([0-9a-f]{{32}})\.{_NUMBERS}\.([0-9a-f]{{16}})(\.end)?")
 
@@ -47,9 +49,7 @@ class ResumePoint:
 
     @property
     def origin(self) -> ResumeOrigin:
-        """Return the answer's origin. An engine may still run it for a client's last connection."""
-        attempt = 1 + secrets.randbelow(1 << 48)
-        return ResumeOrigin(id=self.id, created_s=self.created_s, seed=self.seed, attempt=attempt)
+        return _repeated(self.id, self.created_s, self.seed)
 
     def __str__(self) -> str:
         numbers = f"{self.created_s}.{self.seed}.{self.num_tokens}.{self.num_chars}.{self.num_events}"
@@ -65,6 +65,23 @@ class ResumePoint:
                 param="Last-Event-ID",
             )
         return cls(found[1], *map(int, found.groups()[1:6]), digest=found[7], ended=found[8] is not None)
+
+
+def new_origin() -> ResumeOrigin:
+    return ResumeOrigin(
+        id=secrets.token_hex(16), created_s=int(time.time()), seed=secrets.randbelow(MAX_SEED)
+    )
+
+
+def origin_of_key(*request: bytes) -> ResumeOrigin:
+    """Return the origin that all requests with equal bytes have: same id and seed, so the same answer."""
+    digest = sha256(b"".join(len(part).to_bytes(8) + part for part in request)).digest()
+    return _repeated(digest[:16].hex(), int(time.time()), int.from_bytes(digest[16:24]) % MAX_SEED)
+
+
+def _repeated(id: str, created_s: int, seed: int) -> ResumeOrigin:
+    """Return the origin of an answer that an engine may still run for a client's last connection."""
+    return ResumeOrigin(id=id, created_s=created_s, seed=seed, attempt=1 + secrets.randbelow(1 << 48))
 
 
 class ResumableStream:

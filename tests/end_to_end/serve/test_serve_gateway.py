@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -185,3 +186,33 @@ def test_streams_of_clients_that_reconnect_outlive_the_gateway(server: Cluster) 
     assert {stream.end for stream in disturbed} == {"whole"}
     assert [stream.text for stream in disturbed] == [stream.text for stream in undisturbed]
     assert any(stream.resumed for stream in disturbed)
+
+
+def ask_until_answered(server: Cluster, i: int) -> tuple[int, dict[str, Any]]:
+    """Return the number of tries that a whole, sampled answer took, and what repeats of it have in common."""
+    request = {**body(i), "stream": False, "stream_options": None, "temperature": 1.0, "seed": None}
+    answer, num_tries = None, 0
+    with httpx.Client(base_url=server.url, headers={"Idempotency-Key": f"request {i}"}, timeout=600) as http:
+        while answer is None or answer.status_code == 503:
+            num_tries += 1
+            try:
+                answer = http.post("/v1/chat/completions", json=request)
+            except httpx.HTTPError:
+                time.sleep(0.1)
+    assert answer.status_code == 200, answer.text
+    return num_tries, {name: answer.json()[name] for name in ("id", "choices")}
+
+
+def test_a_key_gets_the_same_whole_answer_after_the_gateways_death(server: Cluster) -> None:
+    before = server.replicas()
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        asked = [pool.submit(ask_until_answered, server, i) for i in range(NUM_STREAMS)]
+        wait_until(lambda: sum(server.replicas().values()) > sum(before.values()) + NUM_STREAMS)
+        (pid,) = actor_pids(GATEWAY)
+        os.kill(pid, signal.SIGKILL)
+        answers = [each.result() for each in asked]
+        again = [
+            answer for _, answer in pool.map(lambda i: ask_until_answered(server, i), range(NUM_STREAMS))
+        ]
+    assert max(num_tries for num_tries, _ in answers) > 1
+    assert [answer for _, answer in answers] == again

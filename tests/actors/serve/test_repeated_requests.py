@@ -1,8 +1,9 @@
-"""Streams of /v1/responses and /v1/messages behind a gateway, continued after deaths and by their clients."""
+"""Answers behind gateways that are asked for again: agents' streams, and requests with an Idempotency-Key."""
 
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -133,6 +134,45 @@ def test_an_agents_stream_continues_at_any_gateway_from_the_last_id_of_an_event(
             found = payloads([*had, *more, *end])
             assert is_numbered(found)
             assert told(found, _OF_RUN) == expected
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 30, "n": 2},
+    "/v1/completions": {"prompt": ["x", "y"], "max_tokens": 30},
+    "/v1/responses": {"input": "x", "max_output_tokens": 30},
+}
+
+
+def test_a_key_gets_the_same_answer_again_from_any_gateway(config: EngineConfig) -> None:
+    """Also while an engine still runs the first one. Another key, body or caller gets another answer."""
+    settings = ServerSettings(served_model_name="tiny", api_key=("a", "b"))
+    with (
+        GatewayStand([(config, settings)]) as one,
+        GatewayStand([(config, settings)]) as other,
+        ThreadPoolExecutor(3) as pool,
+    ):
+
+        def ask(stand: GatewayStand, path: str, *, key: str = "k", caller: str = "a", **more: Any) -> Any:
+            body = {"model": "tiny", "temperature": 1.0, "ignore_eos": True, **SAMPLED[path], **more}
+            headers = {"Idempotency-Key": key, "Authorization": f"Bearer {caller}"}
+            answer = httpx.post(stand.url + path, json=body, headers=headers, timeout=600)
+            assert answer.status_code == 200, answer.text
+            return _without(answer.json(), {"created", "created_at", "usage"} | _OF_RUN)
+
+        for path in SAMPLED:
+            first, *repeated = pool.map(lambda stand, path=path: ask(stand, path), (one, one, other))
+            assert repeated == [first, first]
+            others: list[Any] = [
+                ask(one, path, key="K"),
+                ask(one, path, caller="b"),
+                ask(one, path, temperature=1.1),
+            ]
+            assert len({each["id"] for each in (first, *others)}) == 4
+        assert "manta:gateway_retried_requests_total{" not in _metrics(one), "no replica died"
+
+
+def _metrics(stand: GatewayStand) -> str:
+    return httpx.get(f"{stand.url}/metrics", headers={"Authorization": "Bearer a"}).text
 
 
 def test_clients_of_the_sdks_read_agents_streams_with_ids(config: EngineConfig) -> None:
