@@ -824,6 +824,6 @@ def test_a_gateways_process_does_not_import_torch(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    code = "import sys, manta.actors.gateway.app, manta.actors.gateway.deployment as d; assert d.GATEWAY\n"
+    code = "import sys, manta.actors.gateway.app, manta.actors.gateway.deployment as d; assert d.Gateway\n"
     code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)

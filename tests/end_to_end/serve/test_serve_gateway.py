@@ -15,7 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-from manta.actors.replica import build_app
+from manta.actors.http.config.settings_mapping import split_models
+from manta.actors.replica import build_app, build_application
 from manta.cluster.errors import ConfigError
 from support.engines.ray_engines import actor_pids
 from support.servers.deployed import REPLICA, Cluster, deployed
@@ -47,6 +48,8 @@ def test_one_replica_of_one_model_has_no_gateway(args: dict[str, Any]) -> None:
     assert names(replicas="1:3") == ["gateway", "manta"]
     assert names(replicas="1:1") == ["gateway", "manta"], "so that its streams can wait for the next one"
     assert names(replicas="0:1") == ["gateway", "manta"], "somebody must answer while it sleeps"
+    two = deployments(build_application(split_models(args), num_gateways=2))
+    assert two["gateway"]._deployment_config.num_replicas == 2
 
 
 def deployments(app: Any) -> dict[str, Any]:
@@ -216,3 +219,19 @@ def test_a_key_gets_the_same_whole_answer_after_the_gateways_death(server: Clust
         ]
     assert max(num_tries for num_tries, _ in answers) > 1
     assert [answer for _, answer in answers] == again
+
+
+def test_a_second_gateway_answers_at_once_after_the_firsts_death(server: Cluster) -> None:
+    undisturbed = Load(server.url, NUM_STREAMS, 200).join()
+    (first,) = actor_pids(GATEWAY)
+    server.deploy(num_gateways=2)
+    wait_until(lambda: len({*re.findall(r'gateway_replica_up\{gateway="(\w+)"', scraped(server))}) == 2)
+    load = Load(server.url, NUM_STREAMS, 200, resumes=True)
+    load.wait_for_tokens()
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{first}").exists())
+    assert not server.ask().startswith("failed"), "no new request is refused"
+    disturbed = load.join()
+    assert {stream.end for stream in disturbed} == {"whole"}
+    assert [stream.text for stream in disturbed] == [stream.text for stream in undisturbed]
+    assert all(stream.resumed for stream in disturbed), "the first one had all"

@@ -267,6 +267,15 @@ def any_of(role: str) -> Callable[[Served], int]:
     return lambda served: served.pids(role)[0]
 
 
+def busiest(role: str) -> Callable[[Served], int]:
+    """The one that has used most of the CPU: of two gateways, one gets all streams."""
+    return lambda served: max(served.pids(role), key=_cpu_ticks)
+
+
+def _cpu_ticks(pid: int) -> int:
+    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+
+
 def raylet_of_a_replica(served: Served) -> int:
     stat = Path(f"/proc/{served.pids('replica')[0]}/stat").read_text()
     return int(stat.rpartition(")")[2].split()[1])
@@ -280,7 +289,7 @@ WORKER = Death("a target worker", any_of("target worker"))
 RANK = Death("a TP rank", any_of("target worker"))
 DRAFTER = Death("the split drafter", any_of("drafter"))
 REPLICA = Death("the replica", any_of("replica"))
-GATEWAY = Death("the gateway", any_of("gateway"), has_the_clients=True)
+GATEWAY = Death("the gateway", busiest("gateway"), has_the_clients=True)
 STOPPED_GATEWAY = replace(GATEWAY, name="the gateway, stopped", signal=signal.SIGSTOP)
 HAPROXY = Death("HAProxy", any_of("haproxy"), has_the_clients=True)
 CONTROLLER = Death("Serve's controller", any_of("controller"))
