@@ -26,9 +26,10 @@ from ..cluster.config import EngineConfig
 from ..cluster.errors import EngineDeadError
 from ..cluster.fleet.autoscaling import ReplicaStatsMeter
 from ..cluster.fleet.placement import REPLICA_CPUS, DeploymentDemand, NodeResources, Topology, check_feasible
-from .gateway.deployment import GATEWAY, Gateway, listen_host
+from .gateway.deployment import Gateway, listen_host
 from .gateway.replica_registry import DirectoryClient, ReplicaRecord, state_of
 from .gateway.replica_set import ServedModel
+from .haproxy.config_rewriter import GATEWAY
 from .http.config.settings import ServerSettings, parse_replicas, wants_gateway
 from .http.config.settings_mapping import split_models
 from .http.generation.tracing import check_tracing
@@ -225,25 +226,32 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
 
 
 def build_application(
-    models: Sequence[tuple[EngineConfig, ServerSettings]], machine: Mapping[str, float] | None = None
+    models: Sequence[tuple[EngineConfig, ServerSettings]],
+    machine: Mapping[str, float] | None = None,
+    num_gateways: int = 1,
 ) -> serve.Application:
     """Return the application for parsed settings. Raises ConfigError, PlacementError.
 
-    `machine`: resources of a Ray that will be started; without it, and without Ray, only a warning says that
-    the replicas do not fit here.
+    Args:
+        machine: resources of a Ray that will be started; without it, and without Ray, only a warning says
+            that the replicas do not fit here.
+        num_gateways: started if there is a gateway. More than one need our HAProxy in front, which gives all
+            requests to one of them.
     """
     models = [(config, with_keys(settings)) for config, settings in models]
     for _, settings in models:
         check_tracing(settings)
     _check_place(models, machine)
     if len(models) > 1 or any(wants_gateway(settings.replicas) for _, settings in models):
-        return _gateway_app(models)
+        return _gateway_app(models, num_gateways)
     ((config, settings),) = models
     wrap = serve.deployment(**deployment_options(config, settings))
     return wrap(serve.ingress()(Replica)).bind(config, settings)
 
 
-def _gateway_app(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> serve.Application:
+def _gateway_app(
+    models: Sequence[tuple[EngineConfig, ServerSettings]], num_gateways: int
+) -> serve.Application:
     engines = [_engine(i, config, settings) for i, (config, settings) in enumerate(models)]
     served = [
         ServedModel(settings.model_names(config.model), sleeps=parse_replicas(settings.replicas)[0] == 0)
@@ -254,6 +262,7 @@ def _gateway_app(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> serve
     )
     wrap = serve.deployment(
         name=GATEWAY,
+        num_replicas=num_gateways,
         # Excess requests are rejected by the gateway, which knows its replicas.
         max_ongoing_requests=_fence(maximum),
         # Longer than its replicas', because it forwards their last events.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from urllib.parse import urlencode
@@ -27,7 +27,7 @@ from ..http.middleware_stack import add_middleware
 from ..http.openai.models import model_card
 from ..http.responses.event_writer import lost_response
 from ..http.wire.json_io import JsonObject, json_response
-from ..http.wire.sse import done_ending
+from ..http.wire.sse import Ending, done_ending
 from .forward_proxy import ForwardedResponse
 from .gateway_metrics import GatewayMetrics
 from .generation_proxy import BROKEN, GatewayState, GenerationResponse
@@ -37,8 +37,8 @@ from .routing_hints import read_hints
 from .upstream_client import Upstream, caller_header
 
 SCRAPE_TIMEOUT_S = 2.0
-# Endings of failed streams of the routes that generate.
-ENDINGS: dict[str, Callable[[BaseException], bytes]] = {
+# Endings of streams of the routes that generate.
+ENDINGS: dict[str, Ending] = {
     "/v1/completions": done_ending,
     "/v1/chat/completions": done_ending,
     "/v1/responses": lost_response,

@@ -24,8 +24,6 @@ from .replica_set import Fleet, ServedModel
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-GATEWAY = "gateway"
-
 
 class Gateway:
     """`engines`: the models' deployments, in order. Passing them makes them part of the Serve application."""

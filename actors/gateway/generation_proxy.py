@@ -12,16 +12,14 @@ event.
 
 A client whose connection broke, because this or another gateway has died, sends its request again with the id
 of the last event that had one. The answer is then computed again up to there, unseen, and continues as after
-a replica's death.
+a replica's death. A request with an `Idempotency-Key` gets the same answer each time, also a whole one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import aiohttp
@@ -32,8 +30,7 @@ from starlette.types import Receive, Scope, Send
 from yarl import URL
 
 from ...cluster.errors import EngineDeadError, MantaError, OverloadedError, RequestError
-from ...cluster.request.request import MAX_SEED
-from ..http.generation.resume_origin import ORIGIN_HEADER, TOKENS_HEADER, ResumeOrigin
+from ..http.generation.resume_origin import ORIGIN_HEADER, TOKENS_HEADER
 from ..http.middleware.api_keys import KeyLimits, caller_of
 from ..http.middleware.request_gate import Traffic
 from ..http.wire.errors import (
@@ -45,12 +42,21 @@ from ..http.wire.errors import (
     logged_elsewhere,
 )
 from ..http.wire.json_io import JsonObject
-from ..http.wire.sse import DONE, KEEP_ALIVE, cancel_on_disconnect
+from ..http.wire.sse import KEEP_ALIVE, Ending, cancel_on_disconnect
 from .gateway_metrics import GatewayMetrics
 from .isolation import Isolation, SuspectRequest
 from .replica_set import Fleet, Member
 from .routing_hints import RoutingHints
-from .stream_resume import POINT_HEADER, RESUMABLE_HEADER, ResumableStream, ResumePoint, with_id
+from .stream_resume import (
+    KEY_HEADER,
+    POINT_HEADER,
+    RESUMABLE_HEADER,
+    ResumableStream,
+    ResumePoint,
+    new_origin,
+    origin_of_key,
+    with_id,
+)
 from .upstream_client import Upstream, path_of, request_headers, response_headers
 
 logger = logging.getLogger(__name__)
@@ -87,7 +93,7 @@ class GenerationResponse(Response):
         http: Request,
         body: bytes,
         hints: RoutingHints,
-        ending: Callable[[BaseException], bytes],
+        ending: Ending,
     ) -> None:
         self.background = None
         self._parts = parts
@@ -100,7 +106,14 @@ class GenerationResponse(Response):
         # What the client has of an earlier connection; None once the answer is computed again up to there.
         self._point = None if given is None else ResumePoint.parse(given)
         self._gives_ids = given is not None or http.headers.get(RESUMABLE_HEADER, "").lower() == "true"
-        self._origin = _new_origin() if self._point is None else self._point.origin
+        if self._point is not None:
+            self._origin = self._point.origin
+        elif key := http.headers.get(KEY_HEADER):
+            owner = caller_of(http.scope).owner or ""
+            self._origin = origin_of_key(*map(str.encode, (key, owner, http.url.path)), body)
+        else:
+            self._origin = new_origin()
+        self._num_attempts = 0
         self._stream = ResumableStream()
         self._refused: set[str] = set()  # names of the replicas that refused
         self._refusal: Response | None = None  # the last refusal
@@ -128,7 +141,7 @@ class GenerationResponse(Response):
         ):
             if self._point is not None and self._point.ended:
                 await self._begin(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
-                await self._finish(DONE)
+                await self._finish(self._ending(None))
             else:
                 await self._try_replicas()
 
@@ -147,7 +160,10 @@ class GenerationResponse(Response):
                 return
             self._stream.next_replica()
             self._origin = replace(
-                self._origin, attempt=self._origin.attempt + 1, resume_state=self._stream.resume_state
+                self._origin,
+                attempt=self._origin.attempt + 1,
+                num_events=self._stream.num_events,
+                resume_state=self._stream.resume_state,
             )
 
     async def _next_replica(self) -> Member | None:
@@ -175,12 +191,13 @@ class GenerationResponse(Response):
                 if self._has_started and time.monotonic() - keep_alive_s > KEEP_ALIVE_S:
                     keep_alive_s = time.monotonic()
                     await self._write(KEEP_ALIVE)
-        if self._origin.attempt:
+        if self._num_attempts:
             count = self._parts.metrics.resumed if self._has_started else self._parts.metrics.retried
             count(self._model.names[0])
         return member
 
     async def _attempt(self, member: Member) -> bool:
+        self._num_attempts += 1
         with self._suspect.attempt(member):
             return await self._send_request(member)
 
@@ -202,7 +219,7 @@ class GenerationResponse(Response):
                     return await self._relay(member, response)
         except BROKEN as error:
             if self._stream.ended:
-                await self._finish(DONE)
+                await self._finish(self._ending(None))
                 return True
             logger.warning("request %s: replica %s broke off: %r", request_id, member.name, error)
             self._parts.fleet.mark_broken(member)
@@ -269,22 +286,28 @@ class GenerationResponse(Response):
             elif piece:
                 await self._write(with_id(piece, stream.point(self._origin)) if self._gives_ids else piece)
             if stream.error is not None:
-                return await self._end_or_refuse(member, stream.error)
+                return await self._end_or_refuse(member, stream.error, response)
             if stream.ended:
                 self._suspect.complete()
                 await self._begin_like(response)
-                await self._finish(DONE)
+                await self._finish(self._ending(None))
                 await response.read()  # so that the connection can be reused
                 return True
         raise aiohttp.ClientPayloadError("the stream ended before the completion")
 
-    async def _end_or_refuse(self, member: Member, error: JsonObject) -> bool:
+    async def _end_or_refuse(
+        self, member: Member, error: JsonObject, response: aiohttp.ClientResponse
+    ) -> bool:
         """Handle a stream that ended with an error; False if another replica continues."""
         if error.get("code") == 503:
             await self._refuse(member, error_response(EngineDeadError(error["message"])), error)
             return False
-        body = orjson.dumps({"error": error})
-        await self._answer(Response(body, error["code"], media_type="application/json"))
+        events = self._stream.rest() + await response.read()
+        if self._has_started:
+            await self._finish(events)
+        else:
+            body = orjson.dumps({"error": error})
+            await self._answer(Response(body, error["code"], media_type="application/json"))
         return True
 
     async def _refuse(self, member: Member, refusal: Response, error: JsonObject) -> None:
@@ -299,10 +322,11 @@ class GenerationResponse(Response):
     # Writing to the client.
 
     async def _answer(self, response: Response) -> None:
-        """Send a whole response; in a started stream, its body as the final event."""
+        """Send a whole response; in a started stream, its error as the final event."""
         assert self._send is not None
         if self._has_started:
-            await self._finish(b"data: " + bytes(response.body) + b"\n\n" + DONE)
+            message = _error_of(response).get("message", "The server cannot continue this stream.")
+            await self._finish(self._ending(RequestError(message)))
         else:
             logged_elsewhere(self._http.scope)
             await response(self._http.scope, self._http.receive, self._send)
@@ -323,12 +347,6 @@ class GenerationResponse(Response):
 
     async def _finish(self, data: bytes) -> None:
         await self._write(data, more=False)
-
-
-def _new_origin() -> ResumeOrigin:
-    return ResumeOrigin(
-        id=secrets.token_hex(16), created_s=int(time.time()), seed=secrets.randbelow(MAX_SEED)
-    )
 
 
 async def died_with_requests(member: Member, error: BaseException) -> bool:

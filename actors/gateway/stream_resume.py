@@ -2,16 +2,17 @@
 
 Handles bytes, not connections. `http/generation/resume_origin.py` defines the format between gateway and
 replica. A client that asks for it also gets positions as ids of events, with which it can reconnect to any
-gateway (`ResumePoint`).
+gateway (`ResumePoint`). One that sends an Idempotency-Key gets the same answer again (`origin_of_key`).
 """
 
 from __future__ import annotations
 
 import re
 import secrets
+import time
 from array import array
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from typing import Any
 
 import orjson
@@ -19,13 +20,14 @@ import orjson
 from ...cluster.errors import RequestError, brief
 from ...cluster.request.request import MAX_SEED
 from ..engine.outputs import ResumeState
-from ..http.generation.resume_origin import END, TOKENS_MARK, ResumeOrigin
+from ..http.generation.resume_origin import END, ERROR_MARK, TOKENS_MARK, ResumeOrigin
 from ..http.wire.sse import KEEP_ALIVE
 
 RESUMABLE_HEADER = "x-resumable"  # of a client that wants ids: "true"
 POINT_HEADER = "last-event-id"
-_ERROR = b'data: {"error":'
-_POINT = re.compile(r"([0-9a-f]{32})\.(\d{1,12})\.(\d{1,19})\.(\d{1,9})\.(\d{1,9})\.([0-9a-f]{16})(\.end)?")
+KEY_HEADER = "idempotency-key"
+_NUMBERS = r"(\d{1,12})\.(\d{1,19})\.(\d{1,9})\.(\d{1,9})\.(\d{1,9})"
+_POINT = re.compile(rf"([0-9a-f]{{32}})\.{_NUMBERS}\.([0-9a-f]{{16}})(\.end)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +43,16 @@ class ResumePoint:
     seed: int
     num_tokens: int
     num_chars: int
+    num_events: int
     digest: str
-    ended: bool = False  # only [DONE] follows
+    ended: bool = False  # the client has all events
 
     @property
     def origin(self) -> ResumeOrigin:
-        """Return the answer's origin. An engine may still run it for a client's last connection."""
-        attempt = 1 + secrets.randbelow(1 << 48)
-        return ResumeOrigin(id=self.id, created_s=self.created_s, seed=self.seed, attempt=attempt)
+        return _repeated(self.id, self.created_s, self.seed)
 
     def __str__(self) -> str:
-        numbers = f"{self.created_s}.{self.seed}.{self.num_tokens}.{self.num_chars}"
+        numbers = f"{self.created_s}.{self.seed}.{self.num_tokens}.{self.num_chars}.{self.num_events}"
         return f"{self.id}.{numbers}.{self.digest}{'.end' if self.ended else ''}"
 
     @classmethod
@@ -63,8 +64,24 @@ class ResumePoint:
                 "event that had one, or leave the header out.",
                 param="Last-Event-ID",
             )
-        created_s, seed, num_tokens, num_chars = map(int, found.group(2, 3, 4, 5))
-        return cls(found[1], created_s, seed, num_tokens, num_chars, found[6], found[7] is not None)
+        return cls(found[1], *map(int, found.groups()[1:6]), digest=found[7], ended=found[8] is not None)
+
+
+def new_origin() -> ResumeOrigin:
+    return ResumeOrigin(
+        id=secrets.token_hex(16), created_s=int(time.time()), seed=secrets.randbelow(MAX_SEED)
+    )
+
+
+def origin_of_key(*request: bytes) -> ResumeOrigin:
+    """Return the origin that all requests with equal bytes have: same id and seed, so the same answer."""
+    digest = sha256(b"".join(len(part).to_bytes(8) + part for part in request)).digest()
+    return _repeated(digest[:16].hex(), int(time.time()), int.from_bytes(digest[16:24]) % MAX_SEED)
+
+
+def _repeated(id: str, created_s: int, seed: int) -> ResumeOrigin:
+    """Return the origin of an answer that an engine may still run for a client's last connection."""
+    return ResumeOrigin(id=id, created_s=created_s, seed=seed, attempt=1 + secrets.randbelow(1 << 48))
 
 
 class ResumableStream:
@@ -75,7 +92,8 @@ class ResumableStream:
     """
 
     def __init__(self) -> None:
-        self.ended = False  # the completion is whole; only [DONE] follows
+        self.num_events = 0  # that the client may have
+        self.ended = False  # the completion is whole; only the API's last line follows
         # the error with which a replica ended it, in OpenAI's format (Any: JSON)
         self.error: dict[str, Any] | None = None
         self._token_ids = array("i")
@@ -93,7 +111,7 @@ class ResumableStream:
 
     def point(self, origin: ResumeOrigin) -> ResumePoint:
         """Return the position after all that `feed` has returned."""
-        shared = origin.id, origin.created_s, origin.seed, self.num_tokens, self._num_chars
+        shared = origin.id, origin.created_s, origin.seed, self.num_tokens, self._num_chars, self.num_events
         return ResumePoint(*shared, self._digest.hexdigest(), self.ended)
 
     def rewind(self, point: ResumePoint) -> None:
@@ -108,6 +126,7 @@ class ResumableStream:
                 param="Last-Event-ID",
             )
         self._token_ids, self._digest, self._num_chars = token_ids, digest, point.num_chars
+        self.num_events = point.num_events
         self.ended = False
 
     def next_replica(self) -> None:
@@ -127,10 +146,17 @@ class ResumableStream:
         while rest.startswith(KEEP_ALIVE):
             given.append(KEEP_ALIVE)
             rest = rest[len(KEEP_ALIVE) :]
-        if rest.startswith(_ERROR) and (end := rest.find(b"\n\n")) >= 0:
-            self.error = orjson.loads(rest[len(b"data: ") : end])["error"]
+        if rest.startswith(ERROR_MARK) and (end := rest.find(b"\n\n")) >= 0:
+            self.error = orjson.loads(rest[len(ERROR_MARK) : end])["error"]
+            rest = rest[end + 2 :]
         self._buffered = rest
-        return b"".join(given)
+        released = b"".join(given)
+        self.num_events += released.count(b"\n\n") - released.count(KEEP_ALIVE)
+        return released
+
+    def rest(self) -> bytes:
+        """Return what has arrived after an error: the client's events of it."""
+        return self._buffered
 
     def _take(self, comment: bytes) -> None:
         """Parse a comment: number of characters, token ids, and whether the completion has ended."""

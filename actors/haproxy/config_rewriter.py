@@ -10,6 +10,8 @@
   refuses a request before the rest of its body has arrived, HAProxy does not wait for the rest.
 * Idle connections are closed after some seconds, and after each response once half of all connections are in
   use. One address may use only a part of the connections. Probes have connections of their own, or a port.
+* Of several gateways one gets all requests, because it counts each key's requests and tests suspects; if it
+  does not accept a connection, the next one gets them at once.
 * A replica that is draining, or has a dead engine, refuses with a status of its own, on which HAProxy tries
   another replica. The client sees it as a 503, and only if there is no other replica. A request under which a
   replica died is not sent again, since it may be the cause.
@@ -22,12 +24,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...cluster.request.caller import REQUEST_ID
 from .connections import Connections
 
+GATEWAY = "gateway"  # Serve's deployment of gateways
 RETRY_HEADER = "x-manta-retry-status"
 RETRY_STATUS = 425
 # Value of Serve's `retry-on`: retry if no connection was made, or on that status, but not when a connection
@@ -93,13 +97,19 @@ class RewrittenConfig:
     text: str
     admin: Path  # the admin socket that Serve connects to
     replicas: tuple[tuple[str, int], ...]  # (host, port) of each replica
+    gateways: tuple[str, ...]  # names of their servers; the first one that is up gets the requests
 
 
 DRAINING_ENTRY = "draining"
 
 
-def rewritten(text: str, places: HAProxyPaths, connections: Connections) -> RewrittenConfig:
-    """Return Serve's configuration with the changes listed above. Raises ValueError."""
+def rewritten(
+    text: str, places: HAProxyPaths, connections: Connections, gateways: Sequence[str] = ()
+) -> RewrittenConfig:
+    """Return Serve's configuration with the changes listed above. Raises ValueError.
+
+    `gateways`: those of the configuration before, which come before new ones.
+    """
     found = _SOCKET.search(text)
     if found is None:
         raise ValueError("Serve's HAProxy configuration has no line 'stats socket ...'")
@@ -130,8 +140,9 @@ def rewritten(text: str, places: HAProxyPaths, connections: Connections) -> Rewr
     rules = _rules(names, places, head_time[1], connections.most)
     text = text.replace(_ROUTES, f"{rules}\n{_ROUTES}", 1) + _scrape_backend(places)
     text = _with_limits(text, connections)
+    text, ordered = _with_one_gateway(text, gateways)
     replicas = tuple(dict.fromkeys((host, port) for _, _, host, port in servers))
-    return RewrittenConfig(text, Path(found[2]), replicas)
+    return RewrittenConfig(text, Path(found[2]), replicas, ordered)
 
 
 def write_error_files(folder: Path) -> None:
@@ -167,6 +178,27 @@ def _with_defaults(text: str, places: HAProxyPaths) -> str:
 def _backends(text: str) -> list[tuple[str, str]]:
     pieces = _BACKEND.split(text)[1:]
     return [(name, rest.split("\nbackend ")[0]) for name, rest in zip(pieces[::2], pieces[1::2], strict=True)]
+
+
+def _with_one_gateway(text: str, before: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Order the gateways of each backend, and let the first one that is up get all requests."""
+    ordered: list[str] = []
+    for _, section in _backends(text):
+        lines = {name: line for line in section.splitlines() if (name := _gateway_of(line)) is not None}
+        if not lines:
+            continue
+        names = sorted(lines, key=lambda name: before.index(name) if name in before else len(before))
+        slots = iter(names)
+        ours = [lines[next(slots)] if _gateway_of(line) else line for line in section.splitlines()]
+        text = text.replace(section, "\n    balance first" + "\n".join(ours) + "\n", 1)
+        ordered += names
+    return text, tuple(ordered)
+
+
+def _gateway_of(line: str) -> str | None:
+    """Return the name in a gateway's `server` line, which ends with `-` deployment `-` replica."""
+    found = _SERVER.fullmatch(line)
+    return found[1] if found is not None and found[1].split("-")[-2:-1] == [GATEWAY] else None
 
 
 def _rules(servers: list[str], places: HAProxyPaths, head_time: str, maximum: int) -> str:

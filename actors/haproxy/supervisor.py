@@ -126,7 +126,10 @@ class Supervisor:
 
     def _prepare(self) -> RewrittenConfig:
         connections = Connections.of_this_process()  # HAProxy inherits the limit of open files
-        front = rewritten(self._config.read_text(), self._places, connections)
+        order = self._config.parent / "gateways.list"
+        before = order.read_text().split() if order.exists() else []
+        front = rewritten(self._config.read_text(), self._places, connections, before)
+        order.write_text("\n".join(front.gateways))
         write_error_files(self._places.errors)
         self._places.draining.touch()
         self._config.write_text(front.text)

@@ -61,6 +61,9 @@ NEW_NODE_TIMEOUT_S = 900.0
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
 
+NUM_GATEWAYS = 2  # the second one takes over at once if the first dies; it costs its memory
+
+
 class _RayLostError(Exception):
     pass
 
@@ -262,7 +265,10 @@ def _application(models: Models, options: ServeOptions | None = None) -> Applica
     """Return the application, for the Ray that is connected, or for one that `options` will start here."""
     from ...actors.replica import build_application, machine_resources
 
-    return build_application(models, None if options is None else machine_resources(options.num_cpus))
+    if options is None:  # HAProxy is not known there, and there may be several
+        return build_application(models)
+    num_gateways = 1 if options.plain_proxy else NUM_GATEWAYS
+    return build_application(models, machine_resources(options.num_cpus), num_gateways)
 
 
 def _ray(options: ServeOptions, forks: ForkServer | None) -> bool:

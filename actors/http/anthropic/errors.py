@@ -34,7 +34,9 @@ def anthropic_error(status: int, message: str, request_id: str | None = None) ->
     return error if request_id is None else {**error, "request_id": request_id}
 
 
-def lost_message(error: BaseException) -> bytes:
+def lost_message(error: BaseException | None) -> bytes:
+    if error is None:
+        return b""
     public = public_error(error)
     return named_event(anthropic_error(public.status, public.message))
 

@@ -36,7 +36,6 @@ def message_routes(server: ServerContext) -> APIRouter:
                 http,
                 ignored=[*body.ignored(supported), *read.skipped],
                 unknown=[*unknown_fields(body), *read.unknown],
-                resumable=False,
                 ends_with_context=True,
             )
             task = replace(task, ignored=renamed_paths(task.ignored, NAMES))

@@ -23,6 +23,7 @@ from ..wire.errors import from_validation
 from ..wire.json_io import JsonObject, json_response
 from .output_items import Events, SectionWriter
 from .request_run import GenerationRun
+from .resume_origin import token_comment
 from .server_context import ServerContext
 
 
@@ -54,21 +55,27 @@ async def answer(run: GenerationRun, writer: SectionWriter, http: Request) -> Re
             """End the stream: unless it failed, its last event says that it is the last."""
             return b"" if error is None else _joined(writer.failed(error))
 
-        return await sse.stream(events, http, headers, keep_alive_s, ending)
+        return await sse.stream(events, http, headers, keep_alive_s, run.task.ending(ending))
     return json_response(await sse.cancel_on_disconnect(http, _full_body(run, writer)), headers=headers)
 
 
 async def _stream_events(run: GenerationRun, writer: SectionWriter) -> AsyncGenerator[bytes, None]:
-    parts, has_started = run.task.parsers.make_parser(run.task.id, 0), False
+    task = run.task
+    parts, num_chars = task.parsers.make_parser(task.id, 0), task.resume_state.num_chars
+    if has_started := task.num_events_sent > 0:
+        writer.resume(parts.feed(run.resumed_text()), task.num_events_sent)
     async with aclosing(run.outputs()) as outputs:
         async for _, output in outputs:
             (completion,) = output.outputs
             events = [] if has_started else writer.begin(run.figures.usage())
             has_started = True
             piece = parts.feed(completion.text, final=completion.finish_reason is not None)
-            events += _written(run, writer, piece, completion)
-            if events:
-                yield _joined(events)
+            written = _joined(events + _written(run, writer, piece, completion))
+            if task.reports_tokens:
+                num_chars += len(completion.text)
+                written += token_comment(num_chars, completion.token_ids, end=output.finished)
+            if written:
+                yield written
 
 
 async def _full_body(run: GenerationRun, writer: SectionWriter) -> JsonObject:

@@ -81,7 +81,6 @@ def prepare(
     default_max_tokens: int | None,
     ignored: Sequence[str] = (),
     unknown: Sequence[str] | None = None,
-    resumable: bool = True,
     ends_with_context: bool = False,
 ) -> GenerationTask:
     """Make a task of a request, with all checks that need no engine.
@@ -91,7 +90,6 @@ def prepare(
         default_max_tokens: None means as many as fit.
         ignored: further names for X-Ignored-Params.
         unknown: unknown fields in objects of the body that was translated to `request`; None: it was not.
-        resumable: whether another replica could continue the response's stream.
         ends_with_context: a limit beyond the context's length means its end, not an error.
     """
     model = check_model(server, request.model)
@@ -133,7 +131,6 @@ def prepare(
         may_be_captured=request.store is not False
         and "no-store" not in http.headers.get("cache-control", ""),
         origin=origin,
-        resumable=resumable,
         parsers=parsers,
         trace_headers=trace_headers(http.headers),
     )
@@ -232,7 +229,8 @@ async def respond(
     logged_elsewhere(http.scope)
     if task.request.stream:
         keep_alive_s = server.settings.sse_keep_alive_interval
-        return await sse.stream(stream_events(run, shape), http, task.headers, keep_alive_s)
+        ending = task.ending(sse.done_ending)
+        return await sse.stream(stream_events(run, shape), http, task.headers, keep_alive_s, ending)
     return await sse.cancel_on_disconnect(http, full_response(run, shape))
 
 

@@ -45,7 +45,8 @@ from ...tokenization.prompts import EncodedPrompt
 from ..protocol.completion import CompletionRequest
 from ..protocol.protocol import GenerationRequest
 from ..wire.json_io import JsonObject
-from .resume_origin import TOKENS_HEADER, ResumeOrigin
+from ..wire.sse import Ending
+from .resume_origin import TOKENS_HEADER, ResumeOrigin, reporting_errors
 
 _UNPRINTABLE = re.compile(r"[^\w.$-]", re.ASCII)
 # Of X-Ignored-Params. A name that is cut keeps its end, which is the ignored field.
@@ -71,7 +72,6 @@ class GenerationTask:
     tenant: Tenant  # tenant and category that it is counted for
     may_be_captured: bool = True  # traffic capture may keep it
     origin: ResumeOrigin | None = None  # what a gateway has fixed for the request
-    resumable: bool = True  # its stream can continue at another replica
     parsers: AnswerParserFactory = PLAIN  # parses its answers
     trace_headers: Mapping[str, str] = field(default_factory=dict)  # the client's trace context
 
@@ -91,12 +91,21 @@ class GenerationTask:
         offsets count from the beginning of the text, which the other replica has not generated.
         """
         is_single = self.single and self.params.logprobs is None
-        is_single = is_single and self.resumable and not self.request.echoes
+        is_single = is_single and not self.request.echoes
         return self.origin is not None and self.request.stream and is_single
+
+    def ending(self, ending: Ending) -> Ending:
+        """Return the ending of the stream, given its API's: it also reports errors to a gateway."""
+        return reporting_errors(ending) if self.reports_tokens else ending
 
     @property
     def resume_state(self) -> ResumeState:
         return NOT_RESUMED if self.origin is None else self.origin.resume_state
+
+    @property
+    def num_events_sent(self) -> int:
+        """Return the number of events that the client already has from another replica."""
+        return 0 if self.origin is None else self.origin.num_events
 
     @property
     def headers(self) -> dict[str, str]:

@@ -47,6 +47,10 @@ class SectionWriter(ABC):
                 events += self.extended(self.sections[-1], text)
         return events
 
+    def resume(self, delta: AnswerDelta, num_events: int) -> None:
+        """Continue a stream of which the client has `num_events` events, with the pieces of `delta`."""
+        self.feed(delta)
+
     def close(self, *, is_complete: bool) -> Events:
         """Close the open section. `is_complete`: the answer was not cut off in it."""
         if not self._is_open:

@@ -52,7 +52,6 @@ async def prepare_chat(
     *,
     ignored: Sequence[str] = (),
     unknown: Sequence[str] | None = None,
-    resumable: bool = True,
     ends_with_context: bool = False,
 ) -> GenerationTask:
     """Return the task of a conversation; see `prepare`."""
@@ -69,6 +68,5 @@ async def prepare_chat(
         default_max_tokens=None,
         ignored=[*ignored, *unused_fields(body, body.messages, server.tokenizer)],
         unknown=unknown,
-        resumable=resumable,
         ends_with_context=ends_with_context,
     )

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 
 from ....cluster.request.request import FinishReason
+from ...chat.text_stream import AnswerDelta
 from ..generation.output_items import Events, Section, SectionWriter
 from ..wire.errors import public_error
 from ..wire.json_io import JsonObject
@@ -51,6 +52,10 @@ class ResponseWriter(SectionWriter):
         self._response: JsonObject = {**frame, "status": "in_progress", "output": [], "usage": None}
         self._metrics = metrics
         self._num_events = 0
+
+    def resume(self, delta: AnswerDelta, num_events: int) -> None:
+        super().resume(delta, num_events)
+        self._num_events = num_events
 
     def begin(self, usage: JsonObject) -> Events:
         return self._begin()
@@ -187,8 +192,10 @@ def _logprobs(section: Section) -> JsonObject:
     return {"logprobs": []} if section.kind == "content" else {}
 
 
-def lost_response(error: BaseException) -> bytes:
-    """Return an error event numbered -1: the gateway does not know how many were sent."""
+def lost_response(error: BaseException | None) -> bytes:
+    """Return an error event numbered -1: the gateway does not count the events of all streams."""
+    if error is None:
+        return b""
     public = public_error(error)
     event = {"type": "error", "code": "server_error", "message": public.message, "param": None}
     return named_event({**event, "sequence_number": -1})

@@ -31,9 +31,7 @@ def response_routes(server: ServerContext) -> APIRouter:
         with rename_error_fields({**NAMES, **conversation.names}):
             ignored = [*body.ignored(supported), *conversation.skipped]
             unknown = [*unknown_fields(body), *conversation.unknown]
-            task = await prepare_chat(
-                server, PREFIX, chat, http, ignored=ignored, unknown=unknown, resumable=False
-            )
+            task = await prepare_chat(server, PREFIX, chat, http, ignored=ignored, unknown=unknown)
             task = replace(task, ignored=renamed_paths(task.ignored, NAMES))
             run = GenerationRun(server, task)
             writer = ResponseWriter(response_fields(body, chat, run), body.client_tools, run.metrics)

@@ -39,13 +39,13 @@ def named_event(payload: Mapping[str, Any]) -> bytes:
     return b"event: " + payload["type"].encode() + b"\n" + event(payload)
 
 
-def error_event(error: BaseException) -> bytes:
+def public_error_body(error: BaseException) -> bytes:
     public = public_error(error)
-    return b"data: " + error_body(public.status, public.message, public.param, public.kind) + b"\n\n"
+    return error_body(public.status, public.message, public.param, public.kind)
 
 
 def done_ending(error: BaseException | None) -> bytes:
-    return (b"" if error is None else error_event(error)) + DONE
+    return (b"" if error is None else b"data: " + public_error_body(error) + b"\n\n") + DONE
 
 
 async def stream(

@@ -43,8 +43,8 @@ from starlette.requests import Request
 from support.checkpoints.chat_pairs import ARGUMENTS, HERMES, SAID, TOOLS, chat_config, saying
 from support.checkpoints.text_pair import make_text_pair, tiny_settings
 from support.engines.passing_executor import PassingExecutor
-from support.servers.gateway_stand import GatewayStand, LocalDirectory
-from support.servers.server_probes import events, http_client
+from support.servers.gateway_stand import GatewayStand, LocalDirectory, dying_stand
+from support.servers.server_probes import RESUMABLE, events, events_with_ids, http_client
 from support.waiting import wait_until
 
 
@@ -239,31 +239,6 @@ def test_agents_routes_are_forwarded_and_keep_their_apis_form(
     assert stand.replicas[2].engine.stats().generation_tokens > before
 
 
-def test_an_agents_stream_that_loses_its_replica_ends_in_its_apis_form(
-    http: httpx.Client, stand: GatewayStand
-) -> None:
-    common = {"model": "other", "stream": True, "ignore_eos": True}
-    requested = {
-        "/v1/messages": {**common, "messages": [{"role": "user", "content": "x"}], "max_tokens": 400},
-        "/v1/responses": {**common, "input": "x", "max_output_tokens": 400},
-    }
-    (member,) = (member for member in stand.fleet.members if member.name == "r2")
-
-    async def lose() -> None:
-        member.expire()
-
-    for path, body in requested.items():
-        with http.stream("POST", path, json=body) as response:
-            lines = response.iter_lines()
-            next(lines)
-            stand.run(lose())
-            *_, name, payload, _ = lines
-        event = json.loads(payload.removeprefix("data: "))
-        assert name == "event: error" and event["type"] == "error"
-        assert "Retry" in event.get("error", event)["message"]
-        wait_until(lambda: not member.broken, what="no beat came")
-
-
 def test_a_replicas_endpoint_accepts_only_gateways(http: httpx.Client, stand: GatewayStand) -> None:
     door = stand.replicas[0].door
     body = {"model": "tiny", "prompt": "x", "max_tokens": 4, "stream": True}
@@ -296,27 +271,6 @@ def test_one_metrics_page_has_the_samples_of_all_replicas(http: httpx.Client) ->
     assert text.count("manta:gateway_replica_up{") == 3
 
 
-class DyingExecutor(PassingExecutor):
-    """A real executor that dies at its nth step."""
-
-    def __init__(self, config: EngineConfig, num_steps: int) -> None:
-        super().__init__(make_executor(config))
-        self._left = num_steps
-
-    def submit(self, plan: SchedulerOutput) -> None:
-        self._left -= 1
-        if self._left < 0:
-            raise EngineDeadError("worker 1 (pid 4711) was killed by signal 9")
-        super().submit(plan)
-
-
-def dying(config: EngineConfig, *num_steps: int) -> GatewayStand:
-    """Start replicas that die one after the other, and one that does not; they are tried in this order."""
-    models = [(config, served("tiny"))] * (len(num_steps) + 1)
-    makers = [partial(DyingExecutor, num_steps=count) for count in num_steps]
-    return GatewayStand(models, makers=[*makers, None])
-
-
 BODIES: dict[str, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "def f("}], "temperature": 0},
     "sampled": {"messages": [{"role": "user", "content": "def g("}], "temperature": 1.5, "seed": 5},
@@ -337,7 +291,7 @@ def test_a_stream_is_the_same_after_any_number_of_engine_deaths(config: EngineCo
         **BODIES[name],
     }
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    with dying(config, 3, 22) as stand:  # the second one when the stream has outlived its first death
+    with dying_stand(config, 3, 22) as stand:  # the second one when the stream has outlived its first death
         disturbed = httpx.post(stand.url + path, json=body, timeout=600)
         undisturbed = httpx.post(stand.url + path, json=body, timeout=600)
         text = httpx.get(f"{stand.url}/metrics").text
@@ -345,21 +299,6 @@ def test_a_stream_is_the_same_after_any_number_of_engine_deaths(config: EngineCo
     assert len({(event["id"], event["created"]) for event in events(disturbed)}) == 1
     assert content(disturbed) == content(undisturbed)
     assert events(disturbed)[0]["choices"][0].get("delta", {"role": "assistant"})["role"] == "assistant"
-
-
-RESUMABLE = {"X-Resumable": "true"}
-
-
-def events_with_ids(text: str) -> tuple[list[str], str, list[str]]:
-    """Return the events up to the last one with an id, that id, and the events after it."""
-    whole, found, last_id = text.split("\n\n")[:-1], list[str](), ""
-    kept = 0
-    for number, event in enumerate(whole, 1):
-        if event.startswith("id: "):
-            last_id, _, event = event.removeprefix("id: ").partition("\n")
-            kept = number
-        found.append(event)
-    return found[:kept], last_id, found[kept:]
 
 
 def joined_deltas(found: list[str]) -> list[Any]:
@@ -456,6 +395,7 @@ POINTS = st.builds(
     st.integers(0, MAX_SEED),
     st.integers(0, 10**9 - 1),
     st.integers(0, 10**9 - 1),
+    st.integers(0, 10**9 - 1),
     st.binary(min_size=8, max_size=8).map(bytes.hex),
     st.booleans(),
 )
@@ -469,7 +409,7 @@ def test_a_position_is_read_as_it_was_written(point: ResumePoint) -> None:
 def test_reasoning_and_calls_continue_where_they_were_cut(tmp_path: Path) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Weather?"}], "temperature": 0}
     body |= {"stream": True, "tools": TOOLS, **saying(SAID)}
-    with dying(chat_config(tmp_path, HERMES), 4) as stand:
+    with dying_stand(chat_config(tmp_path, HERMES), 4) as stand:
         disturbed = httpx.post(f"{stand.url}/v1/chat/completions", json=body, timeout=600)
         undisturbed = httpx.post(f"{stand.url}/v1/chat/completions", json=body, timeout=600)
         text = httpx.get(f"{stand.url}/metrics").text
@@ -518,7 +458,7 @@ def test_a_complete_answer_is_requested_again_and_several_streams_end_with_an_er
     config: EngineConfig,
 ) -> None:
     body = {"model": "tiny", "prompt": "x", "max_tokens": 60, "ignore_eos": True, "seed": 1, "temperature": 1}
-    with dying(config, 4, 10**6, 6) as stand:  # the last one does not die
+    with dying_stand(config, 4, 10**6, 6) as stand:  # the last one does not die
         whole = httpx.post(f"{stand.url}/v1/completions", json=body, timeout=600)  # r0 dies, r1 answers
         several = httpx.post(
             f"{stand.url}/v1/completions", json={**body, "n": 2, "stream": True}, timeout=240
@@ -863,16 +803,19 @@ def test_a_resumable_stream_releases_only_events_with_known_tokens(
         sent = sent[cut:]
     assert given_out == shown
     assert stream.resume_state == ResumeState(tuple(ids), num_chars) and stream.ended == ends
+    assert stream.num_events == sum(bool(text) for text, _ in pieces)
     stream.next_replica()
-    assert stream.feed(b'data: {"error":{"message":"m","code":503}}\n\n') == b""
-    assert stream.error == {"message": "m", "code": 503}
+    assert stream.feed(b': error {"error":{"message":"m","code":503}}\n\ndata: {}\n\n') == b""
+    assert stream.error == {"message": "m", "code": 503} and stream.rest() == b"data: {}\n\n"
 
 
-@given(st.lists(st.integers(0, 2**31 - 1)), st.integers(0, 2**31))
-def test_a_resume_origin_survives_serialization(token_ids: list[int], num_chars: int) -> None:
-    origin = ResumeOrigin(
-        id="x", created_s=1, seed=2**63 - 1, attempt=2, resume_state=ResumeState(tuple(token_ids), num_chars)
-    )
+@given(st.lists(st.integers(0, 2**31 - 1)), st.integers(0, 2**31), st.integers(0, 2**31))
+def test_a_resume_origin_survives_serialization(
+    token_ids: list[int], num_chars: int, num_events: int
+) -> None:
+    state = ResumeState(tuple(token_ids), num_chars)
+    fixed = {"id": "x", "created_s": 1, "seed": 2**63 - 1, "attempt": 2}
+    origin = ResumeOrigin(**fixed, num_events=num_events, resume_state=state)
     assert ResumeOrigin.prefix_bytes(origin.header()) == len(origin.prefix())
     assert ResumeOrigin.read(origin.header(), origin.prefix()) == origin
 
@@ -881,6 +824,6 @@ def test_a_gateways_process_does_not_import_torch(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    code = "import sys, manta.actors.gateway.app, manta.actors.gateway.deployment as d; assert d.GATEWAY\n"
+    code = "import sys, manta.actors.gateway.app, manta.actors.gateway.deployment as d; assert d.Gateway\n"
     code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)

@@ -100,6 +100,29 @@ def test_requests_refused_by_a_draining_replica_are_resent_unless_they_store_som
     assert sum(replica.asked for replica in replicas) == requested + 1
 
 
+def test_one_gateway_gets_all_requests_until_it_is_gone(front: HAProxyFront) -> None:
+    """So that one process counts a key's requests. Serve names a replacement anywhere among the others."""
+    first, second, third = (Replica(f"SERVE_REPLICA_manta-gateway-{name}") for name in "bca")
+
+    def answers() -> set[tuple[int, str]]:
+        return {front.ask("/v1/completions", "POST") for _ in range(8)}
+
+    front.serve([first, second])
+    assert answers() == {(200, first.name)}
+    first.shutdown()
+    first.server_close()
+    assert answers() == {(200, second.name)}, "no request is refused meanwhile"
+    front.start([third, second])
+    assert answers() == {(200, second.name)}
+    second.status = 425  # it drains
+    assert answers() == {(200, third.name)}
+    second.status = 200
+    second.shutdown()  # it accepts connections, and answers nothing, as if stopped
+    wait_until(lambda: front.ask("/v1/completions", "POST") == (200, third.name))
+    assert answers() == {(200, third.name)}
+    third.shutdown()
+
+
 SETTINGS, HEADERS, DATA, END = 4, 1, 0, 5  # END: of headers and stream
 
 

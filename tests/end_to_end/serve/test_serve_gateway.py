@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-from manta.actors.replica import build_app
+from manta.actors.http.config.settings_mapping import split_models
+from manta.actors.replica import build_app, build_application
 from manta.cluster.errors import ConfigError
 from support.engines.ray_engines import actor_pids
 from support.servers.deployed import REPLICA, Cluster, deployed
@@ -46,6 +48,8 @@ def test_one_replica_of_one_model_has_no_gateway(args: dict[str, Any]) -> None:
     assert names(replicas="1:3") == ["gateway", "manta"]
     assert names(replicas="1:1") == ["gateway", "manta"], "so that its streams can wait for the next one"
     assert names(replicas="0:1") == ["gateway", "manta"], "somebody must answer while it sleeps"
+    two = deployments(build_application(split_models(args), num_gateways=2))
+    assert two["gateway"]._deployment_config.num_replicas == 2
 
 
 def deployments(app: Any) -> dict[str, Any]:
@@ -185,3 +189,49 @@ def test_streams_of_clients_that_reconnect_outlive_the_gateway(server: Cluster) 
     assert {stream.end for stream in disturbed} == {"whole"}
     assert [stream.text for stream in disturbed] == [stream.text for stream in undisturbed]
     assert any(stream.resumed for stream in disturbed)
+
+
+def ask_until_answered(server: Cluster, i: int) -> tuple[int, dict[str, Any]]:
+    """Return the number of tries that a whole, sampled answer took, and what repeats of it have in common."""
+    request = {**body(i), "stream": False, "stream_options": None, "temperature": 1.0, "seed": None}
+    answer, num_tries = None, 0
+    with httpx.Client(base_url=server.url, headers={"Idempotency-Key": f"request {i}"}, timeout=600) as http:
+        while answer is None or answer.status_code == 503:
+            num_tries += 1
+            try:
+                answer = http.post("/v1/chat/completions", json=request)
+            except httpx.HTTPError:
+                time.sleep(0.1)
+    assert answer.status_code == 200, answer.text
+    return num_tries, {name: answer.json()[name] for name in ("id", "choices")}
+
+
+def test_a_key_gets_the_same_whole_answer_after_the_gateways_death(server: Cluster) -> None:
+    before = server.replicas()
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        asked = [pool.submit(ask_until_answered, server, i) for i in range(NUM_STREAMS)]
+        wait_until(lambda: sum(server.replicas().values()) > sum(before.values()) + NUM_STREAMS)
+        (pid,) = actor_pids(GATEWAY)
+        os.kill(pid, signal.SIGKILL)
+        answers = [each.result() for each in asked]
+        again = [
+            answer for _, answer in pool.map(lambda i: ask_until_answered(server, i), range(NUM_STREAMS))
+        ]
+    assert max(num_tries for num_tries, _ in answers) > 1
+    assert [answer for _, answer in answers] == again
+
+
+def test_a_second_gateway_answers_at_once_after_the_firsts_death(server: Cluster) -> None:
+    undisturbed = Load(server.url, NUM_STREAMS, 200).join()
+    (first,) = actor_pids(GATEWAY)
+    server.deploy(num_gateways=2)
+    wait_until(lambda: len({*re.findall(r'gateway_replica_up\{gateway="(\w+)"', scraped(server))}) == 2)
+    load = Load(server.url, NUM_STREAMS, 200, resumes=True)
+    load.wait_for_tokens()
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{first}").exists())
+    assert not server.ask().startswith("failed"), "no new request is refused"
+    disturbed = load.join()
+    assert {stream.end for stream in disturbed} == {"whole"}
+    assert [stream.text for stream in disturbed] == [stream.text for stream in undisturbed]
+    assert all(stream.resumed for stream in disturbed), "the first one had all"

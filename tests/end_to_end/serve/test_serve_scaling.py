@@ -23,6 +23,7 @@ from manta.jobs.common.http_client import ServerClient, await_ready
 from manta.jobs.serve.server import ServeOptions, start_server
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
+from support.engines.ray_engines import actor_pids
 from support.waiting import wait_until
 
 
@@ -46,6 +47,7 @@ def test_load_adds_a_replica_and_idleness_removes_all_without_a_failed_request(
     num_requests, serving = 0, list[int]()
     reported: dict[str, set[float]] = defaultdict(set)
     with start_server(settings, options) as server, watching(options.name, serving, reported):
+        wait_until(lambda: len(actor_pids("ServeReplica:manta:gateway")) == 2)
         for clients, replicas in ((1, 1), (8, 2), (1, 1), (0, 0), (1, 1)):
             with asking(server.url, clients) as answered:
                 wait_until(lambda wanted=replicas: serving[-1:] == [wanted], 300, f"{replicas} do not serve")

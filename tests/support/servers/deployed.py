@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from manta.actors.haproxy.config_rewriter import GATEWAY
 from manta.actors.system.host_resources import free_port
 from manta.jobs.serve.ray_environment import ServeEnvironment
 from prometheus_client.parser import text_string_to_metric_families
@@ -39,7 +40,12 @@ class Cluster:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def deploy(
-        self, user_config: dict[str, Any] | None = None, *, num_replicas: int = 2, **changed: Any
+        self,
+        user_config: dict[str, Any] | None = None,
+        *,
+        num_replicas: int = 2,
+        num_gateways: int | None = None,
+        **changed: Any,
     ) -> None:
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
@@ -47,11 +53,14 @@ class Cluster:
         sizes = {"max_num_seqs": 8, "num_pages": 256}
         args = tiny_settings((self.target, self.drafter), **{**sizes, **self._args, **changed})
         deployment = {"name": "manta", "num_replicas": num_replicas, "user_config": user_config or {}}
+        deployments = [deployment]
+        if num_gateways is not None:
+            deployments.append({"name": GATEWAY, "num_replicas": num_gateways})
         application = {
             "name": "manta",
             "import_path": "manta.actors.replica:build_app",
             "args": args,
-            "deployments": [deployment],
+            "deployments": deployments,
         }
         client = _get_global_client()
         assert client is not None, "Serve runs"

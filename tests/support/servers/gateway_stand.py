@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -21,8 +22,11 @@ from manta.actors.http.config.settings import ServerSettings
 from manta.actors.http.middleware.api_keys import without_gateway_settings
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.step_watchdog import StepWatchdog
+from manta.cluster.errors import EngineDeadError
 from manta.cluster.step.executor import Executor
+from manta.cluster.step.scheduler_output import SchedulerOutput
 
+from support.engines.passing_executor import PassingExecutor
 from support.servers.server_probes import http_client
 
 
@@ -151,3 +155,24 @@ class GatewayStand:
         await asyncio.gather(*(replica.door.close() for replica in self.replicas))
         for replica in self.replicas:
             replica.engine.close()
+
+
+class DyingExecutor(PassingExecutor):
+    """A real executor that dies at its nth step."""
+
+    def __init__(self, config: EngineConfig, num_steps: int) -> None:
+        super().__init__(make_executor(config))
+        self._left = num_steps
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise EngineDeadError("worker 1 (pid 4711) was killed by signal 9")
+        super().submit(plan)
+
+
+def dying_stand(config: EngineConfig, *num_steps: int) -> GatewayStand:
+    """Start replicas that die one after the other, and one that does not; they are tried in this order."""
+    models = [(config, ServerSettings(served_model_name="tiny"))] * (len(num_steps) + 1)
+    makers = [partial(DyingExecutor, num_steps=count) for count in num_steps]
+    return GatewayStand(models, makers=[*makers, None])

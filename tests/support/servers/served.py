@@ -142,7 +142,7 @@ class Served:
                 for family in text_string_to_metric_families(reported)
                 if family.name == "manta:gateway_replica_up"
             )
-            return sum(sample.value == 1.0 for sample in ups.samples)
+            return len({sample.labels["replica"] for sample in ups.samples if sample.value == 1.0})
         return 0
 
     def end(self) -> list[str]:

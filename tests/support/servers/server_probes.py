@@ -66,3 +66,18 @@ def scrape(http: httpx.Client) -> dict[str, float]:
 def idle(server: LiveServer) -> bool:
     stats = server.engine.stats()
     return stats.running == 0 and stats.waiting == 0 and stats.kv_usage == 0.0
+
+
+RESUMABLE = {"X-Resumable": "true"}
+
+
+def events_with_ids(text: str) -> tuple[list[str], str, list[str]]:
+    """Return the events up to the last one with an id, that id, and the events after it."""
+    whole, found, last_id = text.split("\n\n")[:-1], list[str](), ""
+    kept = 0
+    for number, event in enumerate(whole, 1):
+        if event.startswith("id: "):
+            last_id, _, event = event.removeprefix("id: ").partition("\n")
+            kept = number
+        found.append(event)
+    return found[:kept], last_id, found[kept:]

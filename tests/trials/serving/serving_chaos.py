@@ -267,6 +267,15 @@ def any_of(role: str) -> Callable[[Served], int]:
     return lambda served: served.pids(role)[0]
 
 
+def busiest(role: str) -> Callable[[Served], int]:
+    """The one that has used most of the CPU: of two gateways, one gets all streams."""
+    return lambda served: max(served.pids(role), key=_cpu_ticks)
+
+
+def _cpu_ticks(pid: int) -> int:
+    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+
+
 def raylet_of_a_replica(served: Served) -> int:
     stat = Path(f"/proc/{served.pids('replica')[0]}/stat").read_text()
     return int(stat.rpartition(")")[2].split()[1])
@@ -280,7 +289,7 @@ WORKER = Death("a target worker", any_of("target worker"))
 RANK = Death("a TP rank", any_of("target worker"))
 DRAFTER = Death("the split drafter", any_of("drafter"))
 REPLICA = Death("the replica", any_of("replica"))
-GATEWAY = Death("the gateway", any_of("gateway"), has_the_clients=True)
+GATEWAY = Death("the gateway", busiest("gateway"), has_the_clients=True)
 STOPPED_GATEWAY = replace(GATEWAY, name="the gateway, stopped", signal=signal.SIGSTOP)
 HAPROXY = Death("HAProxy", any_of("haproxy"), has_the_clients=True)
 CONTROLLER = Death("Serve's controller", any_of("controller"))
@@ -390,8 +399,14 @@ def table(found: Sequence[Found]) -> str:
         f" {PROXY_BAR_S:g} s. In these rows clients send `X-Resumable: true`, and after the death their"
         " request again with `Last-Event-ID`: *resumed* streams continue behind a gateway with the same"
         " tokens ([how](decisions/gateway.md)), which are computed again, so no dead process is needed."
-        " Clients that do not, and those of a single replica without a gateway, are cut. A stopped gateway"
-        " (SIGSTOP) is silent until it is replaced; a client notices that by a time limit of 20 s, because"
+        " Clients that do not, and those of a single replica without a gateway, are cut; they send their"
+        " request again without that header, and get another answer, or with an `Idempotency-Key` behind a"
+        " gateway the same one from its beginning. So do clients of answers without a stream: a replica"
+        " stops an answer when its connection breaks, because it cannot tell a dead gateway from a client"
+        " that has left, and no process keeps finished ones; a repeated request is computed again."
+        " Streams of several completions, with log probabilities or with the prompt have no ids."
+        " A stopped gateway (SIGSTOP) is silent until it is replaced; a client notices that by a time"
+        " limit of 20 s, because"
         " keep-alive comments come every 15 s. Kept is what replicas compute of other streams, and all of"
         " `/v1/batches`; metrics of the gateway, its records of poison requests and counts of"
         " `max_requests_per_key` begin anew. Nothing is left behind."
