@@ -199,10 +199,14 @@ SETTINGS = (
     SettingAnswer(
         "is not served: weights and K/V stay on the engine's own devices. Leave it out, and see `manta plan` "
         "for what fits",
-        values="cpu_offload_gb offload_backend offload_group_size kv_offloading_size kv_offloading_backend "
-        "kv_transfer_config kv_events_config ec_transfer_config",
+        values="cpu_offload_gb offload_backend offload_group_size kv_events_config ec_transfer_config",
         lists="cpu_offload_params offload_params",
         unasked=("auto",),
+        refused=True,
+    ),
+    SettingAnswer(
+        "is not served: K/V pages that leave memory can be kept in files. Leave it out, or set kv_tier_path",
+        values="kv_offloading_size kv_offloading_backend kv_transfer_config",
         refused=True,
     ),
     SettingAnswer(
