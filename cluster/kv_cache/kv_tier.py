@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _NUM_AHEAD = 4  # waiting requests whose pages are looked for
 _PAGES_PER_SAVE = 16  # so that a read waits for a few milliseconds at most
 _FREE_PER_SAVED = 4  # free pages for each that is saved at a time, which is not free meanwhile
-_MAX_CHAINS = 1024  # that wait to be saved; older ones are forgotten
+_MAX_CHAINS = 256  # that wait to be saved; older ones are forgotten
 _BLANK_SHARE = 0.25  # of a pool: with fewer blank pages, kept ones are saved beside the steps
 _SAVED_AGAIN_S = 60.0  # until a page that is used again has its time renewed
 _MAX_RECENT = 100_000
@@ -110,7 +110,7 @@ class KVTier(NoTier):
 
     def __init__(self, folder: PageFolder, manager: KVCacheManager) -> None:
         self._folder, self._manager = folder, manager
-        self._chains: deque[list[bytes]] = deque(maxlen=_MAX_CHAINS)  # digests, to be saved
+        self._chains: deque[list[bytes]] = deque()  # digests, to be saved
         self._num_saved = 0  # leading pages of the first chain
         self._recent: dict[bytes, float] = {}  # when a page was last saved
         self._num_transfers = 0
@@ -130,15 +130,20 @@ class KVTier(NoTier):
     def offer(self, sequence: Sequence) -> None:
         if self._is_stopped or not sequence.request.uses_cache or not sequence.digests:
             return
+        if len(self._chains) == _MAX_CHAINS:
+            self._drop_chain()
         self._chains.append(list(sequence.digests))
+
+    def _drop_chain(self) -> None:
+        self._chains.popleft()
+        self._num_saved = 0
 
     def _next_save(self, now_s: float) -> PageTransfer | None:
         while self._chains:
             pages = self._unsaved_pages(self._chains[0], now_s)
             if pages:
                 return self._transfer(pages, loads=False)
-            self._chains.popleft()
-            self._num_saved = 0
+            self._drop_chain()
         return None
 
     def _unsaved_pages(self, digests: list[bytes], now_s: float) -> list[MovedPage]:
@@ -243,6 +248,7 @@ class KVTier(NoTier):
         begun, self._to_begin = self._to_begin, []
         if self._manager.cache.is_marking:
             self._chains.clear()
+            self._num_saved = 0
         if (
             self._save is None
             and (idle or self._evicts_soon)

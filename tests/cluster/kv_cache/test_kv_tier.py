@@ -245,6 +245,22 @@ def test_pages_are_saved_beside_the_steps_only_when_blank_ones_are_few() -> None
     assert tier.pages
 
 
+def test_of_more_requests_than_are_remembered_the_last_ones_are_saved_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("manta.cluster.kv_cache.kv_tier._MAX_CHAINS", 2)
+    tier = Tier()
+    engine = open_moving(make_info(num_pages=(200,), max_model_len=128), tier)
+    prompts = [(3 + i,) * 96 for i in range(4)]
+    engine.run(make_request("r0", prompts[0], max_tokens=2))
+    engine.move_pages(idle=True)  # a part of the first
+    engine.run(*(make_request(f"r{i}", prompts[i], max_tokens=2) for i in (1, 2, 3)))
+    finish(engine)
+    other = open_moving(make_info(num_pages=(200,), max_model_len=128), tier)
+    other.run(*(make_request(f"r{i}", prompts[i], max_tokens=2) for i in (2, 3)))
+    assert [other.outputs.cached[f"r{i}"] for i in (2, 3)] == [92, 92]
+
+
 def test_pages_without_the_drafters_context_are_not_saved() -> None:
     tier = Tier()
     engine = open_moving(INFO, tier)
