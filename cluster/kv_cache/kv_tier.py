@@ -294,9 +294,7 @@ class KVTier(NoTier):
 
 def make_tier(config: SchedulerConfig, manager: KVCacheManager) -> NoTier:
     """Return the engine's tier."""
-    if config.kv_tier is None or not config.enable_prefix_caching:
-        return NoTier()
-    return KVTier(config.kv_tier, manager)
+    return NoTier() if config.kv_tier is None else KVTier(config.kv_tier, manager)
 
 
 def _averaged(average: float, value: float) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,8 +17,6 @@ from ...system.host_resources import cpu_name
 from ..model.tensor_parallel import Communicator
 from ..runners.page_mover import PageMemory, PageMover
 from .resolved_config import ResolvedConfig
-
-logger = logging.getLogger(__name__)
 
 
 def check_tier(resolved: ResolvedConfig) -> None:
@@ -93,5 +90,6 @@ def _files(checkpoint: Path | None) -> list[tuple[str, int, int]] | None:
     """Return names, sizes and times of a checkpoint's files, which change when it does."""
     if checkpoint is None:
         return None
-    files = sorted(file for file in checkpoint.iterdir() if file.is_file())
-    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    files = sorted(checkpoint.iterdir()) if checkpoint.is_dir() else [checkpoint]  # a lone config
+    found = [(str(file), file.stat()) for file in files if file.is_file()]
+    return [(name, facts.st_size, facts.st_mtime_ns) for name, facts in found]

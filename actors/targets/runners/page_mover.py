@@ -9,7 +9,6 @@ For memory on the host. Called by the executors.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -23,8 +22,6 @@ from ....cluster.pages.kv_cache_groups import KVCacheGroup
 from ....cluster.pages.page_files import PageFiles
 from ....cluster.step.page_transfer import MovedPage, PagesMoved, PageTransfer
 from ....drafter.compute.memory.kv_cache import PagedKVCache
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
