@@ -111,6 +111,7 @@ class EngineCore:
         """Start as many steps as may be in flight, finish the oldest one, and return its updates, if any."""
         self.move_pages(idle=not self.has_unfinished)
         while len(self._scheduler.in_flight) < self._max_in_flight and (plan := self.plan()) is not None:
+            self._begin_moves(idle=False)  # beside this step, and not after it: it does not use their pages
             self._submit(plan)
         if not self._scheduler.in_flight:
             self.move_pages(_MOVE_WAIT_S, idle=not self.has_unfinished)
@@ -137,11 +138,13 @@ class EngineCore:
         tier = self._queues.tier
         if not tier.is_busy:
             return
-        executor = cast(MovesPages, self._executor)  # one with a tier is
-        for done in executor.moved_pages(wait_s):
+        for done in cast(MovesPages, self._executor).moved_pages(wait_s):  # an executor with a tier
             tier.on_moved(done)
-        for transfer in tier.transfers(self._clock(), idle=idle):
-            executor.move_pages(transfer)
+        self._begin_moves(idle=idle)
+
+    def _begin_moves(self, *, idle: bool) -> None:
+        for transfer in self._queues.tier.transfers(self._clock(), idle=idle):
+            cast(MovesPages, self._executor).move_pages(transfer)
 
     def _submit(self, plan: SchedulerOutput) -> None:
         begin_s = self._clock()
