@@ -305,9 +305,11 @@ class EngineConfig:
         enable_prefix_caching: reuse the pages of earlier requests for prompts with the same beginning.
         kv_tier_path: folder for K/V pages that leave memory, of the drafter's context as well. A prompt that
             begins like an earlier one is then read instead of computed, also after a restart and by other
-            servers of this user on the machine; outputs are the same. Not on GPUs yet. The files are users'
-            text in another form: the folder is closed to other users. `manta kv-tier clear` empties it.
+            servers of this user on the machine; outputs are the same. The files are users' text in another
+            form: the folder is closed to other users. `manta kv-tier clear` empties it.
         kv_tier_bytes: largest size of that folder, of all models together.
+        kv_tier_host_bytes: host memory of each rank for such pages, above the folder or alone; none by
+            default. Taken at the start, pinned for a GPU.
         page_size: tokens per K/V page; by default 64 on a GPU (256 with flash_attn) and 16 on a CPU. Larger
             pages are read faster, waste more at the ends of sequences, and are shared by fewer prompts.
         kv_cache_memory_bytes: memory of a rank's K/V pools and recurrent states together; derived by default.
@@ -355,6 +357,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     kv_tier_path: FolderPath | None = None
     kv_tier_bytes: Size = 4 * 2**30
+    kv_tier_host_bytes: Size | None = None
     page_size: Annotated[int | None, Flag("--block-size --page-size")] = None
     kv_cache_memory_bytes: Size | None = None
     gpu_memory_utilization: float = 0.9
@@ -382,6 +385,7 @@ class EngineConfig:
             "page_size",
             "kv_cache_memory_bytes",
             "kv_tier_bytes",
+            "kv_tier_host_bytes",
             "num_pages",
             "num_states",
             "num_threads",

@@ -205,7 +205,8 @@ SETTINGS = (
         refused=True,
     ),
     SettingAnswer(
-        "is not served: K/V pages that leave memory can be kept in files. Leave it out, or set kv_tier_path",
+        "is not served: K/V pages that leave the cache can be kept in host memory and in files. Leave it "
+        "out, or set kv_tier_host_bytes or kv_tier_path",
         values="kv_offloading_size kv_offloading_backend kv_transfer_config",
         refused=True,
     ),

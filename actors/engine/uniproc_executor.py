@@ -61,7 +61,7 @@ class InProcessExecutor:
         return self._alive().collect()
 
     def move_pages(self, transfer: PageTransfer) -> None:
-        """Begin to move pages; the steps so far have ended."""
+        """Begin to move pages, after the steps so far."""
         self._mover.begin(transfer)
 
     def moved_pages(self, wait_s: float) -> list[PagesMoved]:
@@ -102,6 +102,8 @@ class InProcessExecutor:
         import torch
 
         if self._runner is not None:
+            if self._runner.mover is not None:
+                self._runner.mover.close()
             self._runner = self._exchange = None
             torch.set_num_threads(self._users_threads)
 

@@ -2,7 +2,8 @@
 
 A page of the tier holds what a page of the cache does, for target and drafter alike, so a page that is read
 becomes an ordinary page of the prefix cache, and a request that finds it drafts as well as if it had computed
-it. Nothing here is on a step's path:
+it. The tier is host memory, of which this module decides what is where, files, or both. Nothing here is on a
+step's path:
 
     a request leaves ─▶ its chain of pages is remembered ─▶ saved while the engine is idle, or when blank
                                                             pages run short and kept ones are evicted soon
@@ -27,17 +28,17 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ManyOf
 from dataclasses import dataclass, field
 
-from ..pages.page_files import PageFolder
 from ..step.limits import SchedulerConfig
-from ..step.page_transfer import MovedPage, PagesMoved, PageTransfer
+from ..step.page_transfer import KVTierInfo, MovedPage, PagesMoved, PageTransfer
 from ..step.scheduler_output import SchedulerOutput, StepTimings
 from ..step.sequence import Sequence
+from .host_pages import HostPages
 from .kv_cache_manager import KVCacheManager
 
 logger = logging.getLogger(__name__)
 
 _NUM_AHEAD = 4  # waiting requests whose pages are looked for
-_PAGES_PER_SAVE = 16  # so that a read waits for a few milliseconds at most
+_PAGES_PER_SAVE, _BYTES_PER_SAVE = 16, 2**26  # so that a read waits for some milliseconds at most
 _FREE_PER_SAVED = 4  # free pages for each that is saved at a time, which is not free meanwhile
 _MAX_CHAINS = 256  # that wait to be saved; older ones are forgotten
 _BLANK_SHARE = 0.25  # of a pool: with fewer blank pages, kept ones are saved beside the steps
@@ -105,19 +106,23 @@ class KVTier(NoTier):
     """The tier of one engine.
 
     Args:
-        folder: which pages it has. Other processes may add and delete pages at any time.
+        info: of its folder, other processes may add and delete pages at any time.
     """
 
-    def __init__(self, folder: PageFolder, manager: KVCacheManager) -> None:
-        self._folder, self._manager = folder, manager
+    def __init__(self, info: KVTierInfo, manager: KVCacheManager) -> None:
+        self._info, self._manager = info, manager
+        self._host = tuple(map(HostPages, info.num_host_pages))  # by group
         self._chains: deque[list[bytes]] = deque()  # digests, to be saved
-        self._num_saved = 0  # leading pages of the first chain
+        # Leading pages of the first chain, and when its save began: the time of use of all its pages, because
+        # the first ones would be worth least otherwise.
+        self._num_saved, self._chain_s = 0, 0.0
         self._recent: dict[bytes, float] = {}  # when a page was last saved
         self._num_transfers = 0
         self._to_begin: list[PageTransfer] = []
         self._save: PageTransfer | None = None  # under way; at most one is
         self._reads: dict[int, _Read] = {}
-        self._row_s = self._page_read_s = 0.0  # 0 until measured
+        # Seconds of a row of a prompt, and to read a page from host memory and from a file; 0 until measured.
+        self._row_s = self._host_read_s = self._file_read_s = 0.0
         self._is_stopped = False
 
     @property
@@ -153,7 +158,10 @@ class KVTier(NoTier):
         """
         cache, pages = self._manager.cache, list[MovedPage]()
         num_free = min(pool.num_free for pool in self._manager.pools)
-        maximum = max(min(_PAGES_PER_SAVE, num_free // _FREE_PER_SAVED), 1)
+        num_affordable = min(_BYTES_PER_SAVE // sum(self._info.page_bytes), num_free // _FREE_PER_SAVED)
+        maximum = max(min(_PAGES_PER_SAVE, num_affordable), 1)
+        if not self._num_saved:
+            self._chain_s = now_s
         while self._num_saved < len(digests) and len(pages) < maximum:
             index, digest = self._num_saved, digests[self._num_saved]
             self._num_saved += 1
@@ -161,14 +169,24 @@ class KVTier(NoTier):
                 continue
             for group in range(len(self._manager.groups)):
                 if (page := cache.page_of(group, digest)) is not None:
-                    pages.append(MovedPage(group, digest, page, self._keep_s(group, index)))
+                    pages += self._page_to_save(group, digest, page, index, now_s)
             if len(self._recent) >= _MAX_RECENT:
                 self._recent.clear()
             self._recent[digest] = now_s
         return pages
 
+    def _page_to_save(
+        self, group: int, digest: bytes, page: int, index: int, now_s: float
+    ) -> Iterable[MovedPage]:
+        """Yield a page with its place in host memory, unless it is there and there are no files."""
+        host, keep_s = self._host[group], self._keep_s(group, index) - (now_s - self._chain_s)
+        is_there = host.renew(digest, now_s + keep_s)
+        place = None if is_there else host.begin_write(digest, now_s + keep_s)
+        if place is not None or self._info.folder is not None:
+            yield MovedPage(group, digest, page, keep_s, place)
+
     def _keep_s(self, group: int, index: int) -> float:
-        size = self._folder.page_bytes[self._manager.groups[group].pool]
+        size = self._info.page_bytes[group]
         seconds_per_byte = self._row_s * self._manager.page_size / size
         return min(_KEEP_S * seconds_per_byte, _LONGEST_KEEP_S) - _ORDER_S * index
 
@@ -187,20 +205,20 @@ class KVTier(NoTier):
                 read.let_enter()
         if self._is_stopped:
             return
+        num_tokens = 0  # of those that enter before the next one
         for sequence in waiting[:_NUM_AHEAD]:
+            num_tokens += len(sequence.token_ids)
             if sequence.was_looked_up or sequence.is_read_for:
                 continue
             if (read := self._under_way(sequence)) is not None:
                 sequence.is_read_for = True
                 read.followers.append(sequence)
-            elif self._has_room(sequence, num_running):
+            elif self._has_room(num_tokens, num_running):
                 sequence.was_looked_up = True
                 self._read_for(sequence, now_s)
 
-    def _has_room(self, sequence: Sequence, num_running: int) -> bool:
-        """Whether it could enter, and all that wait for pages, without a page less for those that run."""
-        num_tokens = len(sequence.token_ids)
-        num_tokens += sum(len(read.sequence.token_ids) for read in self._reads.values())
+    def _has_room(self, num_tokens: int, num_running: int) -> bool:
+        """Whether sequences of so many tokens could enter, without a page less for those that run."""
         no_hit = self._manager.cache.no_hit
         return self._manager.can_admit(no_hit, num_tokens, num_running + len(self._reads))
 
@@ -209,24 +227,48 @@ class KVTier(NoTier):
         manager = self._manager
         digests = manager.prefix_digests(sequence)
         hit = manager.cache.match(digests)
-        missing = manager.cache.missing(digests, self._folder.has)
-        if not missing:
-            return
-        num_pages = missing[-1][0] + 1 - hit.num_pages  # by which the hit gets longer
-        compute_s = num_pages * manager.page_size * self._row_s
-        if self._row_s and len(missing) * self._page_read_s > compute_s:
+        for has in (self._has, self._is_in_host):  # files may be slower than computing, and the memory not
+            missing = manager.cache.missing(digests, has)
+            if not missing:
+                return
+            num_pages = missing[-1][0] + 1 - hit.num_pages  # by which the hit gets longer
+            compute_s = num_pages * manager.page_size * self._row_s
+            if not self._row_s or self._read_s(missing) <= compute_s:
+                break
+        else:
             return
         for group, held in enumerate(hit.pages):
             manager.hold_pages(group, held)
-        pages = [
-            MovedPage(group, digest, manager.hold_new_page(group), self._keep_s(group, index))
-            for index, group, digest in missing
-        ]
+        pages = [self._page_to_read(*place, now_s) for place in missing]
         transfer = self._transfer(pages, loads=True)
         wait_s = min(compute_s, _LONGEST_WAIT_S) if self._row_s else _UNKNOWN_WAIT_S
         self._reads[transfer.number] = _Read(transfer, hit.pages, sequence, now_s + wait_s)
         sequence.is_read_for = True
         self._to_begin.append(transfer)
+
+    def _page_to_read(self, index: int, group: int, digest: bytes, now_s: float) -> MovedPage:
+        page, keep_s = self._manager.hold_new_page(group), self._keep_s(group, index)
+        return MovedPage(group, digest, page, keep_s, self._host[group].begin_read(digest, now_s + keep_s))
+
+    def _is_in_host(self, group: int, digest: bytes) -> bool:
+        return digest in self._host[group]
+
+    def _has(self, group: int, digest: bytes) -> bool:
+        folder = self._info.folder
+        return digest in self._host[group] or (folder is not None and folder.has(group, digest))
+
+    def _read_s(self, missing: Iterable[tuple[int, int, bytes]]) -> float:
+        """Return the estimated seconds to read these pages: index, group, digest."""
+        in_host = [self._is_in_host(group, digest) for _, group, digest in missing]
+        return sum(self._host_read_s if is_in_host else self._file_read_s for is_in_host in in_host)
+
+    def _measure_read(self, pages: ManyOf[MovedPage], seconds: float) -> None:
+        num_files = sum(page.place is None for page in pages)
+        if not num_files:
+            self._host_read_s = _averaged(self._host_read_s, seconds / len(pages))
+            return
+        seconds -= (len(pages) - num_files) * self._host_read_s
+        self._file_read_s = _averaged(self._file_read_s, max(seconds, 0.0) / num_files)
 
     def _under_way(self, sequence: Sequence) -> _Read | None:
         """Return a read of pages that this sequence needs as well, if there is one."""
@@ -264,22 +306,26 @@ class KVTier(NoTier):
         if self._save is not None and done.number == self._save.number:
             for page, has_moved in zip(self._save.pages, done.moved, strict=True):
                 self._manager.drop_pages(page.group, [page.page])
+                if page.place is not None:
+                    self._host[page.group].end_write(page.digest, has_moved=has_moved)
                 if not has_moved:
                     self._recent.pop(page.digest, None)
             self._save = None
             return
         read = self._reads.pop(done.number)
         pages = read.transfer.pages
-        for page, has_moved in zip(pages, done.moved, strict=True):
+        for page, has_moved in reversed([*zip(pages, done.moved, strict=True)]):  # the last is evicted first
             if has_moved and not self._is_stopped:
                 self._manager.cache.insert(page.group, [(page.digest, page.page)])
             self._manager.drop_pages(page.group, [page.page])
+            if page.place is not None:
+                self._host[page.group].end_read(page.digest)
         for group, held in enumerate(read.held):
             self._manager.drop_pages(group, held)
         read.let_enter()
         if all(done.moved):
             read.sequence.num_read_tokens = len({page.digest for page in pages}) * self._manager.page_size
-        self._page_read_s = _averaged(self._page_read_s, done.seconds / len(pages))
+        self._measure_read(pages, done.seconds)
 
     def on_completed(self, plan: SchedulerOutput, timings: StepTimings) -> None:
         rows = plan.num_batched_tokens

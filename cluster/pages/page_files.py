@@ -47,13 +47,9 @@ _PAUSE_S = 60.0  # without writes, after one failed
 
 @dataclass(frozen=True, slots=True)
 class PageFolder:
-    """The files of one rank of one subject; small, and sent to other processes.
-
-    `page_bytes` are those of a page of each pool.
-    """
+    """The files of one rank of one subject; small, and sent to other processes."""
 
     path: Path
-    page_bytes: tuple[int, ...]
 
     def file(self, group: int, digest: bytes) -> Path:
         return self.path / f"{group}-{digest.hex()}"
@@ -122,12 +118,19 @@ class PageFiles:
             path.unlink()
         return False
 
+    def renew(self, group: int, digest: bytes, keep_s: float) -> bool:
+        """Record a use of a page; return whether its file is there."""
+        try:
+            _touch(self.folder.file(group, digest), keep_s)
+        except OSError:
+            return False
+        return True
+
     def write(self, group: int, digest: bytes, buffers: Sequence[memoryview], keep_s: float) -> bool:
         """Write a page unless it is there; return whether it is. `keep_s` is added to the file's time."""
-        path = self.folder.file(group, digest)
-        with suppress(OSError):
-            _touch(path, keep_s)
+        if self.renew(group, digest, keep_s):
             return True
+        path = self.folder.file(group, digest)
         if time.monotonic() < self._paused_until_s:
             return False
         size = sum(map(len, buffers))

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from ..pages.kv_cache_groups import KVCacheGroup
-from ..pages.page_files import PageFolder
 from ..request.request import SamplingParams
 from .clock import EngineClock
+from .page_transfer import KVTierInfo
 from .scheduler_output import SchedulerOutput, StepResult
 
 
@@ -38,7 +38,7 @@ class ExecutorInfo:
         max_num_batched_tokens: most rows of a step, unless it is a setting.
         row_buckets: rows of a decoding pass, ascending: a pass takes as long as the next larger bucket, and
             prompts are computed in a separate pass. None: every row counts, in one pass.
-        kv_tier: files of pages below the cache; an executor with them is a `MovesPages`.
+        kv_tier: what keeps pages below the cache; an executor with a tier is a `MovesPages`.
     """
 
     num_pages: tuple[int, ...]
@@ -60,7 +60,7 @@ class ExecutorInfo:
     row_buckets: tuple[int, ...] | None = None
     tree_width: int = 1
     tree_size: int | None = None
-    kv_tier: PageFolder | None = None
+    kv_tier: KVTierInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)

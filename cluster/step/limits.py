@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from ..config import EngineConfig
 from ..errors import RequestError, UnprocessableError, brief
 from ..pages.kv_cache_groups import KVCacheGroup, longest_sequence
-from ..pages.page_files import PageFolder
 from ..request.request import Request, SamplingParams
 from .executor import ExecutorInfo, RuleLimits
+from .page_transfer import KVTierInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class SchedulerConfig:
     max_stop_token_ids: int | None
     has_grammars: bool
     rule_limits: RuleLimits | None
-    kv_tier: PageFolder | None = None
+    kv_tier: KVTierInfo | None = None
     max_length: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

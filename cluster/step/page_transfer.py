@@ -1,5 +1,8 @@
 """Moves of K/V pages between the cache and a tier below it: what the scheduler asks, and what became of it.
 
+The tier is host memory, files, or both: then a page is saved to both, and read from the memory if it is still
+there.
+
 A transfer is ordered with the plans: its pages are read or written after all steps that were submitted before
 it. Nothing else uses them until its end is reported, so it runs beside later steps.
 
@@ -12,6 +15,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from ..pages.page_files import PageFolder
+
+
+@dataclass(frozen=True, slots=True)
+class KVTierInfo:
+    """The tier below a rank's pages; equal on all ranks but for the folder.
+
+    Attributes:
+        page_bytes: of a page of each group.
+        num_host_pages: places in host memory for pages of each group.
+        folder: None without files.
+    """
+
+    page_bytes: tuple[int, ...]
+    num_host_pages: tuple[int, ...]
+    folder: PageFolder | None
+
 
 class MovedPage(NamedTuple):
     """A page to move; `keep_s` is added to the time at which it was last used, for its worth in the tier."""
@@ -20,6 +40,7 @@ class MovedPage(NamedTuple):
     digest: bytes
     page: int  # id in the group's pool
     keep_s: float
+    place: int | None = None  # in host memory, among the group's; None: only to or from a file
 
 
 @dataclass(frozen=True, slots=True)

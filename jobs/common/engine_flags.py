@@ -51,7 +51,8 @@ _PANELS = {
     MOST_USED: "spec_model spec_method served_model_name host port tensor_parallel_size max_model_len "
     "max_num_seqs quantization api_key_file",
     MEMORY: "kv_cache_dtype kv_cache_memory_bytes gpu_memory_utilization num_pages num_states page_size "
-    "max_num_batched_tokens kv_tier_path kv_tier_bytes enable_prefix_caching enable_chunked_prefill",
+    "max_num_batched_tokens kv_tier_path kv_tier_bytes kv_tier_host_bytes enable_prefix_caching "
+    "enable_chunked_prefill",
     HTTP: "plain_proxy probe_port",
     KEYS: "api_key admin_api_key admin_api_key_file metrics_api_key metrics_api_key_file tenants "
     "max_requests_per_key prefix_cache_isolation allowed_origins",

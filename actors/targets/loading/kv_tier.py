@@ -1,37 +1,46 @@
-"""Opens the tier below a rank's K/V pages: which files hold pages that this rank would compute alike."""
+"""Opens the tier below a rank's K/V pages: host memory, and files that hold what this rank would compute."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from ....cluster.errors import ConfigError
 from ....cluster.pages.page_files import PageFiles, PageFolder, open_tier
-from ....drafter.compute.memory.kv_cache import PagedKVCache
+from ....cluster.step.page_transfer import KVTierInfo
 from ....version import __version__
-from ...system.host_resources import cpu_name
+from ...system.host_resources import cpu_name, free_ram_bytes
 from ..model.tensor_parallel import Communicator
 from ..runners.page_mover import PageMemory, PageMover
 from .resolved_config import ResolvedConfig
 
 
 def check_tier(resolved: ResolvedConfig) -> None:
-    """Open the tier's folder. Raises ConfigError if it cannot be used with these settings."""
-    if resolved.config.kv_tier_path is None:
-        return
-    if (reason := why_no_tier(resolved)) is not None:
-        raise ConfigError(f"kv_tier_path is not supported {reason}. Remove it.", param="kv_tier_path")
-    open_tier(Path(resolved.config.kv_tier_path))
+    """Open the tier's folder. Raises ConfigError if a tier cannot be used with these settings."""
+    config = resolved.config
+    for name in ("kv_tier_path", "kv_tier_host_bytes"):
+        if getattr(config, name) is not None and (reason := why_no_tier(resolved)) is not None:
+            raise ConfigError(f"{name} is not supported {reason}. Remove it.", param=name)
+    if config.kv_tier_path is not None:
+        open_tier(Path(config.kv_tier_path))
+    needed, free = (config.kv_tier_host_bytes or 0) * config.tensor_parallel_size, free_ram_bytes()
+    if needed > free:
+        raise ConfigError(
+            f"kv_tier_host_bytes={config.kv_tier_host_bytes} for each of {config.tensor_parallel_size} ranks "
+            f"exceeds the {free} free bytes of memory. Lower it.",
+            param="kv_tier_host_bytes",
+        )
 
 
 def why_no_tier(resolved: ResolvedConfig) -> str | None:
-    """Return why pages of these models cannot be kept in files; None if they can."""
-    if resolved.runs_on_device or resolved.device.type != "cpu":
-        return "where a device drives the steps: pages are read into memory of the host only"
+    """Return why pages of these models cannot be kept in a tier; None if they can."""
     if resolved.split:
         return "with a drafter in another process, whose context would be missing"
     if resolved.target.states is not None:
@@ -42,28 +51,50 @@ def why_no_tier(resolved: ResolvedConfig) -> str | None:
 
 
 def make_page_mover(
-    resolved: ResolvedConfig, communicator: Communicator, caches: Sequence[PagedKVCache]
+    resolved: ResolvedConfig, communicator: Communicator, kept: Iterable[tuple[int, Tensor]]
 ) -> PageMover | None:
-    """Return what moves a rank's pages, of these caches of target and drafter; None without a tier."""
-    if resolved.config.kv_tier_path is None:
+    """Return what moves a rank's pages; None without a tier.
+
+    Args:
+        kept: what target and drafter keep by page, [A, P + 1, ...] each, with a group whose pages these are.
+    """
+    config, groups = resolved.config, resolved.pages.groups
+    if config.kv_tier_path is None and config.kv_tier_host_bytes is None:
         return None
-    groups, tier = resolved.pages.groups, Path(resolved.config.kv_tier_path)
-    by_pool = [list[PagedKVCache]() for _ in range(resolved.pages.num_pools)]
-    for cache in caches:
-        by_pool[groups[cache.places[0].group].pool].append(cache)
+    by_pool = [list[Tensor]() for _ in range(resolved.pages.num_pools)]
+    for group, tensor in kept:
+        by_pool[groups[group].pool].append(tensor)
     pools = tuple(map(PageMemory.of, by_pool))
-    subject = _subject(resolved, communicator.world_size)
-    path = tier / subject / str(communicator.rank)
-    folder = PageFolder(path, tuple(pool.page_bytes for pool in pools))
-    return PageMover(PageFiles(tier, folder, resolved.config.kv_tier_bytes), pools, groups)
+    memory = [pools[group.pool] for group in groups]
+    page_bytes, files = tuple(part.page_bytes for part in memory), None
+    if config.kv_tier_path is not None:
+        tier = Path(config.kv_tier_path)
+        path = tier / _subject(resolved, communicator.world_size) / str(communicator.rank)
+        files = PageFiles(tier, PageFolder(path), config.kv_tier_bytes)
+    # Each group has the share of the memory that its pages have on the device.
+    share = (config.kv_tier_host_bytes or 0) / sum(pool.num_pages * pool.page_bytes for pool in pools)
+    num_host_pages = tuple(int(share * part.num_pages / memory.count(part)) for part in memory)
+    if config.kv_tier_host_bytes is not None and not all(num_host_pages):
+        raise ConfigError(
+            f"kv_tier_host_bytes={config.kv_tier_host_bytes} holds no page of each group of layers "
+            f"({', '.join(map(str, page_bytes))} bytes). Raise it.",
+            param="kv_tier_host_bytes",
+        )
+    info = KVTierInfo(page_bytes, num_host_pages, None if files is None else files.folder)
+    return PageMover(info, files, memory)
 
 
 def describe_tier(resolved: ResolvedConfig) -> str:
-    size = resolved.config.kv_tier_bytes / 2**30
-    return (
-        f"K/V pages that leave memory are kept in {resolved.config.kv_tier_path} (up to {size:.3g} GiB; they "
-        "are users' text in another form; manta kv-tier clear deletes them)"
-    )
+    config, places = resolved.config, list[str]()
+    if config.kv_tier_host_bytes is not None:
+        places.append(f"{config.kv_tier_host_bytes / 2**30:.3g} GiB of host memory for each rank")
+    if config.kv_tier_path is not None:
+        size = config.kv_tier_bytes / 2**30
+        places.append(
+            f"{config.kv_tier_path} (up to {size:.3g} GiB; they are users' text in another form; manta "
+            "kv-tier clear deletes them)"
+        )
+    return f"K/V pages that leave memory are kept in {' and '.join(places)}"
 
 
 def _subject(resolved: ResolvedConfig, num_ranks: int) -> str:
@@ -77,13 +108,21 @@ def _subject(resolved: ResolvedConfig, num_ranks: int) -> str:
         "quantization": [config.quantization, None if spec is None else spec.quantization],
         "embedding_scale": None if spec is None else spec.input_embedding_scale,
         "dtypes": [str(resolved.dtype), str(resolved.kv_dtype)],
-        "kernels": [resolved.attention_backend, os.environ.get("MANTA_CPU_INSTRUCTIONS"), cpu_name()],
+        "kernels": [resolved.attention_backend, os.environ.get("MANTA_CPU_INSTRUCTIONS")],
+        "processor": _processor(resolved),
         "batch_invariant": config.batch_invariant,
         "ranks": num_ranks,
         "page_size": resolved.page_size,
         "pages": asdict(resolved.pages),
     }
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def _processor(resolved: ResolvedConfig) -> list[str]:
+    """Return the processor and, for a GPU, where its kernels come from."""
+    if resolved.device.type == "cpu":
+        return [cpu_name()]
+    return [torch.cuda.get_device_name(resolved.device), torch.__version__]
 
 
 def _files(checkpoint: Path | None) -> list[tuple[str, int, int]] | None:

@@ -46,6 +46,7 @@ from ..runners.drafts.draft_source import (
     RemoteDrafter,
     StepMemory,
 )
+from ..runners.page_mover import PageMover
 from ..runners.runner_interface import Runner
 from .checkpoint_models import Checkpoints, ModelSource
 from .executor_info import device_limits, executor_info
@@ -131,7 +132,8 @@ def start_runner(
         logger.info("%s", compiled)
     info = executor_info(resolved, num_pages, num_states, has_grammars=rank.grammars is not None)
     if runner.mover is not None:
-        info = replace(info, kv_tier=runner.mover.folder)
+        runner.mover.start()
+        info = replace(info, kv_tier=runner.mover.info)
         logger.info("%s", describe_tier(resolved))
     cache_bytes = sum(count * size for count, size in zip(num_pages, page_bytes(resolved), strict=True))
     logger.info("%s", _describe(info, resolved, cache_bytes))
@@ -285,6 +287,7 @@ class _Rank:
             resolved.tree,
             grammars,
             suffixes,
+            self._mover(cache, draft_cache, drafts.kept_by_page),
             captures=resolved.device.type == "cuda",
         )
 
@@ -329,9 +332,17 @@ class _Rank:
         states = RequestStates(
             *state_args, resolved.device, batch, operators, resolved.pages, self.grammars, recurrent
         )
-        caches = [cache] if draft_cache is None else [cache, draft_cache]
-        mover = make_page_mover(resolved, self._communicator, caches)
+        mover = self._mover(cache, draft_cache, () if draft_cache is None else (draft_cache.kv,))
         return CpuModelRunner(self._model, cache, states, drafts, self._communicator, operators, mover)
+
+    def _mover(
+        self, cache: PagedKVCache, draft_cache: PagedKVCache | None, of_drafter: Sequence[Tensor]
+    ) -> PageMover | None:
+        """Return what moves pages; `of_drafter`: what the drafter keeps by page."""
+        kept = [(cache.group(0), cache.kv)]
+        if draft_cache is not None:
+            kept += [(draft_cache.group(0), tensor) for tensor in of_drafter]
+        return make_page_mover(self._resolved, self._communicator, kept)
 
     def _mixer(self, proposer: SuffixProposer) -> SuffixMixer:
         return SuffixMixer(

@@ -64,7 +64,7 @@ class CpuModelRunner:
     Args:
         states: this rank's copy of the running requests' state.
         operators: operators that sample and accept.
-        mover: moves pages to files and back; None without a tier below them.
+        mover: moves pages to a tier below them and back; None without one.
     """
 
     def __init__(

@@ -47,6 +47,7 @@ from .drafts.device_trees import TreeMemory
 from .drafts.draft_source import Drafter
 from .grammar_masks import NO_GRAMMARS, NoGrammars
 from .logprobs import Computed, RequestedLogprobs
+from .page_mover import PageMover
 from .plan_layout import PlanLayout, decoding_and_prompts
 from .runner_interface import ReadsMeter
 from .step_passes import DeviceModels, TargetPass
@@ -102,6 +103,7 @@ class GpuModelRunner:
         grammars: restrict requests that have one.
         suffixes: make drafts on the host, alone or beside a drafter; then no step may be submitted before
             the last one is collected.
+        mover: moves pages to a tier below them and back; None without one.
         captures: whether decoding steps are captured as CUDA graphs.
     """
 
@@ -114,10 +116,12 @@ class GpuModelRunner:
         tree: TreeSizes | None = None,
         grammars: NoGrammars = NO_GRAMMARS,
         suffixes: NoSuffixes = NO_SUFFIXES,
+        mover: PageMover | None = None,
         *,
         captures: bool,
     ) -> None:
         self._grammars, self._suffixes, self._captures = grammars, suffixes, captures
+        self.mover = mover
         self._kinds = StepKinds(max_requests, num_drafts, max_rows, tree)
         self._layout = layout = PlanLayout(
             max_requests,
@@ -319,11 +323,6 @@ class GpuModelRunner:
     @property
     def grammars(self) -> GrammarStates | None:
         return self._grammars.states
-
-    @property
-    def mover(self) -> None:
-        """No tier: pages of a device's memory are not moved."""
-        return None
 
     @torch.inference_mode()
     def prepare(self) -> None:

@@ -142,3 +142,17 @@ def test_a_killed_engines_pages_are_read_by_the_next_one_on_all_ranks(
     assert again.stats().tier_hits > 0 and acceptance(again) == wanted
     again.close()
     assert_no_leftovers(executor)
+
+
+def test_pages_in_the_host_memory_of_all_ranks_are_read(speculative, expected) -> None:
+    config = replace(speculative, tensor_parallel_size=2, kv_tier_host_bytes=2**24)
+    executor = RayExecutor(config)
+    engine = EngineCore(config, executor)
+    assert run_all(engine) == expected
+    wanted = acceptance(engine)
+    engine.save_pages()
+    engine.reset_prefix_cache()
+    assert acceptance(engine) == wanted and engine.stats().tier_hits > 0
+    assert run_all(engine) == expected
+    engine.close()
+    assert_no_leftovers(executor)

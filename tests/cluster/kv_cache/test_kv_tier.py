@@ -10,16 +10,17 @@ import os
 import random
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from manta.cluster.errors import UnprocessableError
 from manta.cluster.kv_cache.kv_tier import KVTier
+from manta.cluster.pages.page_files import PageFolder
 from manta.cluster.request.request import Request
 from manta.cluster.step.executor import ExecutorInfo
-from manta.cluster.step.page_transfer import MovesOfRanks, PagesMoved, PageTransfer
+from manta.cluster.step.page_transfer import KVTierInfo, MovedPage, MovesOfRanks, PagesMoved, PageTransfer
 from support.engines.cluster_checker import (
     SURVIVAL,
     CheckedEngine,
@@ -40,7 +41,6 @@ Content = list[tuple[tuple[int, int] | None, int | None]]  # by offset: group an
 class Tier:
     """Pages by group and digest, of all engines: what `PageFolder` says, and what an executor moves."""
 
-    page_bytes: tuple[int, ...] = (64, 64)
     pages: dict[Key, Content] = field(default_factory=dict)
 
     def has(self, group: int, digest: bytes) -> bool:
@@ -48,7 +48,10 @@ class Tier:
 
 
 class MovingExecutor(CheckingExecutor):
-    """Moves pages between its memory and a tier, each transfer over some steps; some pages do not move."""
+    """Moves pages between its memory and a tier, each transfer over some steps; some pages do not move.
+
+    Of `tier` are the files, if there are any; `host` is its host memory, by group and place.
+    """
 
     def __init__(
         self, *args: Any, tier: Tier, seed: int, fails: float = 0.0
@@ -56,7 +59,8 @@ class MovingExecutor(CheckingExecutor):
         super().__init__(*args)
         self.tier, self._fails, self._random = tier, fails, random.Random(seed)
         self._under_way: list[tuple[int, PageTransfer]] = []
-        self.num_loaded = 0
+        self.host: dict[tuple[int, int], tuple[bytes, Content]] = {}
+        self.num_loaded = self.num_from_host = 0
 
     def move_pages(self, transfer: PageTransfer) -> None:
         self._under_way.append((self._random.randrange(4), transfer))
@@ -68,20 +72,29 @@ class MovingExecutor(CheckingExecutor):
 
     def _move(self, transfer: PageTransfer) -> PagesMoved:
         moved = [self._random.random() >= self._fails for _ in transfer.pages]
-        for has_moved, (group, digest, page, _) in zip(moved, transfer.pages, strict=True):
+        assert self.info.kv_tier is not None
+        has_files = self.info.kv_tier.folder is not None
+        for has_moved, (group, digest, page, _, place) in zip(moved, transfer.pages, strict=True):
             pool = self.info.page_groups[group].pool
             places = [(pool, page, offset) for offset in range(self.info.page_size)]
             if not transfer.loads and has_moved:
-                content = [(self.held.get(place), self.seen.get(place)) for place in places]
-                assert self.tier.pages.setdefault((group, digest), content) == content, (
-                    "a key has two contents"
-                )
+                content = [(self.held.get(at), self.seen.get(at)) for at in places]
+                if place is not None:
+                    self.host[group, place] = digest, content
+                if has_files:
+                    known = self.tier.pages.setdefault((group, digest), content)
+                    assert known == content, "a key has two contents"
             elif transfer.loads:
-                content = self.tier.pages[group, digest]
-                for place, (held, seen) in zip(places, content, strict=True):
-                    self.held[place] = held if has_moved and held is not None else (-1, -1)
-                    self.seen[place] = seen if seen is not None else -1
+                if place is None:
+                    content = self.tier.pages[group, digest]
+                else:
+                    kept, content = self.host[group, place]
+                    assert kept == digest, "a place that is read was given to another page"
+                for at, (held, seen) in zip(places, content, strict=True):
+                    self.held[at] = held if has_moved and held is not None else (-1, -1)
+                    self.seen[at] = seen if seen is not None else -1
                 self.num_loaded += has_moved
+                self.num_from_host += has_moved and place is not None
         return PagesMoved(transfer.number, tuple(moved), 0.001)
 
     def _write(self, plan, r, begin, result, written):
@@ -96,10 +109,21 @@ class MovingExecutor(CheckingExecutor):
 
 
 def open_moving(
-    info: ExecutorInfo, tier: Tier, seed: int = 0, fails: float = 0.0, survival: Any = SURVIVAL, **config: Any
+    info: ExecutorInfo,
+    tier: Tier,
+    seed: int = 0,
+    fails: float = 0.0,
+    survival: Any = SURVIVAL,
+    *,
+    num_host_pages: int = 0,
+    has_files: bool = True,
+    **config: Any,
 ) -> CheckedEngine:
     make = partial(MovingExecutor, tier=tier, seed=seed, fails=fails)
-    return open_engine(replace(info, kv_tier=tier), survival, make, **config)
+    num_groups = len(info.page_groups)
+    folder = cast(PageFolder, tier) if has_files else None
+    below = KVTierInfo((64,) * num_groups, (num_host_pages,) * num_groups, folder)
+    return open_engine(replace(info, kv_tier=below), survival, make, **config)
 
 
 def finish(engine: CheckedEngine) -> None:
@@ -107,6 +131,11 @@ def finish(engine: CheckedEngine) -> None:
     engine.save_pages()
     engine.check_invariants()
     assert not any(held_P.any() for held_P in engine.scheduler.kv_cache_manager._held_P), "pages stay held"
+    tier = engine.scheduler.queues.tier
+    assert isinstance(tier, KVTier)
+    for host in tier._host:
+        host.check_invariants()
+        assert not host._written and not host._num_reads.total(), "places stay held"
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if "states" not in name])
@@ -123,6 +152,8 @@ def test_every_request_reads_what_it_would_have_computed(layout: str, data: st.D
             tier,
             seed=data.draw(st.integers(0, 99)),
             fails=data.draw(st.sampled_from((0.0, 0.0, 0.3))),
+            num_host_pages=data.draw(st.sampled_from((0, 1, 5, 100))),
+            has_files=data.draw(st.sampled_from((True, True, False))),
             max_num_seqs=data.draw(st.integers(1, 8)),
             max_num_batched_tokens=data.draw(st.integers(4, 40)),
         )
@@ -130,6 +161,7 @@ def test_every_request_reads_what_it_would_have_computed(layout: str, data: st.D
         _run(engine, todo, {} if number else drafters)
         finish(engine)
         loaded += engine.executor.num_loaded
+        event(f"from host memory: {engine.executor.num_from_host > 0}")
     event(f"loaded: {loaded > 0}")
 
 
@@ -225,9 +257,43 @@ def test_nothing_is_read_if_computing_is_faster() -> None:
     other = open_moving(INFO, tier)
     tier_of = other.scheduler.queues.tier
     assert isinstance(tier_of, KVTier)
-    tier_of._row_s, tier_of._page_read_s = 1e-6, 1e-3
+    tier_of._row_s, tier_of._file_read_s = 1e-6, 1e-3
     other.run(make_request("again", PROMPT, max_tokens=4))
     assert other.outputs.cached["again"] == 0
+
+
+def test_host_memory_is_read_where_computing_is_faster_than_files() -> None:
+    tier = Tier()
+    engine = open_moving(INFO, tier, num_host_pages=5)
+    engine.run(make_request("first", PROMPT, max_tokens=12))
+    finish(engine)
+    tier_of = engine.scheduler.queues.tier
+    assert isinstance(tier_of, KVTier) and len(tier.pages) > 5
+    tier_of._row_s, tier_of._file_read_s, tier_of._host_read_s = 1e-6, 1e-3, 1e-9
+    engine.reset_prefix_cache()
+    engine.run(make_request("again", PROMPT, max_tokens=4))
+    assert engine.outputs.cached["again"] == engine.stats().tier_hits == 5 * INFO.page_size
+
+
+def test_without_files_evicted_pages_are_read_from_host_memory() -> None:
+    info = make_info(num_pages=(40,), max_model_len=128)
+    engine = open_moving(info, Tier(), num_host_pages=100, has_files=False)
+    others = [make_request(f"r{i}", (3 + i,) * 100, max_tokens=2) for i in range(3)]
+    engine.run(make_request("first", PROMPT, max_tokens=2))
+    finish(engine)
+    for other in others:
+        engine.run(other)
+    engine.run(make_request("again", PROMPT, max_tokens=2))
+    finish(engine)
+    assert engine.outputs.cached["again"] == engine.stats().tier_hits == 52 and not engine.executor.tier.pages
+
+
+def test_a_read_is_measured_by_where_its_pages_come_from() -> None:
+    tier = KVTier(KVTierInfo((64,), (2,), None), open_moving(INFO, Tier()).scheduler.kv_cache_manager)
+    of_host, of_file = MovedPage(0, b"a", 1, 0.0, 0), MovedPage(0, b"b", 2, 0.0)
+    tier._measure_read([of_host] * 2, 0.2)
+    tier._measure_read([of_host, of_file, of_file], 2.1)
+    assert (tier._host_read_s, tier._file_read_s) == (0.1, 1.0)
 
 
 def test_pages_are_saved_beside_the_steps_only_when_blank_ones_are_few() -> None:

@@ -29,7 +29,7 @@ def files(tmp_path: Path) -> PageFiles:
 
 def open_files(tier: Path, max_bytes: int = 2**20, subject: str = "model") -> PageFiles:
     open_tier(tier)
-    return PageFiles(tier, PageFolder(tier / subject / "0", (SIZE,)), max_bytes)
+    return PageFiles(tier, PageFolder(tier / subject / "0"), max_bytes)
 
 
 def page(seed: int = 1) -> list[memoryview]:

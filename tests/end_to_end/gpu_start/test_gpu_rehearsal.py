@@ -53,7 +53,7 @@ def _layers(model: str, count: int, **changes: object) -> dict[str, Any]:
 
 
 ALWAYS: dict[str, dict[str, Any]] = {
-    "chains": {},
+    "chains, and pages that are kept": {"tier": True},
     "trees with fewer nodes than a block": {"speculation": {"tree_width": 4, "tree_size": 12}},
 }
 IF_CHANGED: dict[str, dict[str, Any]] = {
@@ -135,6 +135,7 @@ def test_captures_contain_nothing_that_they_forbid(settings: dict[str, Any], reh
     assert found["violations"] == {} and found["new_in_capture"] == {}
     assert len(found["graphs"]) > 10 and all(sum(graph.values()) > 3 for graph in found["graphs"])
     assert 0.98 < found["used_bytes"] / found["allowed_bytes"] <= 1
+    assert (found["tier_hits"] > 0) == settings.get("tier", False)
 
 
 @pytest.mark.parametrize(
@@ -165,12 +166,16 @@ def test_planted_faults_are_found(rehearse: Rehearse) -> None:
 
 
 @pytest.mark.if_changed
-@pytest.mark.parametrize(("wait", "place"), [("outcome", "in collect"), ("upload", "in _send_round")])
+@pytest.mark.parametrize(
+    ("wait", "place"),
+    [("outcome", "in collect"), ("upload", "in _send_round"), ("pages", "in _checksum")],
+)
 def test_pinned_memory_that_is_used_too_early_ends_the_process(wait: str, place: str, guard: Path) -> None:
-    done = run(guard, hurry=wait)
+    done = run(guard, hurry=wait, tier=wait == "pages")
     assert done.returncode == -signal.SIGSEGV and place in done.stderr
 
 
 @pytest.mark.if_changed
-def test_streams_that_nothing_orders_are_found(rehearse: Rehearse) -> None:
-    assert any("work on two streams" in each for each in rehearse(hurry="capture")["violations"])
+@pytest.mark.parametrize(("wait", "tier"), [("capture", False), ("steps", True)])
+def test_streams_that_nothing_orders_are_found(wait: str, tier: bool, rehearse: Rehearse) -> None:
+    assert any("work on two streams" in each for each in rehearse(hurry=wait, tier=tier)["violations"])

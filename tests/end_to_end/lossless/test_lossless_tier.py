@@ -1,10 +1,11 @@
-"""Pages kept in files change no token, and drafts after a read are accepted as after a hit in memory.
+"""Pages of a tier change no token, and drafts after a read are accepted as after a hit in the cache.
 
 Over the grid's pairs; two engines one after another share a folder, the first of them short of pages.
 """
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,28 @@ def test_the_drafters_context_is_read_with_the_pages(pair: Pair, tmp_path: Path)
     assert [o.metrics.acceptance_histogram for o in warm] == [o.metrics.acceptance_histogram for o in cold]
 
 
+@pytest.mark.parametrize("pair", ["qwen3", "qwen3 in bf16", "gemma3"], indirect=True)
+@pytest.mark.parametrize("has_files", [False, True])
+def test_no_token_changes_with_pages_from_host_memory(
+    pair: Pair, reference: Reference, has_files: bool, tmp_path: Path
+) -> None:
+    """Within one engine that is short of pages; with files, the memory holds a part of what they do."""
+    requested = [("plain", i) for i in range(8)]
+    sizes: dict[str, object] = {} if pair.spec.is_compiled else {"page_size": 4}
+    sizes["kv_tier_host_bytes"] = 2**19 if has_files else 2**26
+    if has_files:
+        sizes["kv_tier_path"] = str(tmp_path / "tier")
+    with pair.open(15, few_pages=True, **sizes) as llm:
+        for _ in range(2):
+            got = tokens_of(llm, [prompts(8)[i] for _, i in requested], params_of("plain", 8))
+            assert got == reference.of(requested)
+            llm._engine.save_pages()
+            llm._engine.reset_prefix_cache()
+        assert llm.stats().tier_hits > 0
+        assert [each.name for each in threading.enumerate()].count("manta-pages") == 1
+    assert "manta-pages" not in [each.name for each in threading.enumerate()]
+
+
 def _damage(tier: Path) -> None:
     """Damage every other page, each in another way."""
     for number, file in enumerate(sorted(tier.rglob("*-*"))):
@@ -99,14 +122,20 @@ def test_damaged_pages_and_those_of_other_settings_are_computed(
 @pytest.mark.parametrize(
     ("pair", "settings", "reason"),
     [
-        ("qwen3_5", {}, "recurrent layers"),
-        ("qwen3", {"enable_prefix_caching": False}, "without enable_prefix_caching"),
+        ("qwen3_5", {}, "kv_tier_path is not supported .*recurrent layers"),
+        (
+            "qwen3",
+            {"enable_prefix_caching": False},
+            "kv_tier_path is not supported without enable_prefix_caching",
+        ),
+        ("qwen3", {"kv_tier_host_bytes": 64}, "kv_tier_host_bytes=64 holds no page .*Raise it"),
+        ("qwen3", {"kv_tier_host_bytes": 2**60}, "kv_tier_host_bytes=.* exceeds the .*Lower it"),
     ],
     indirect=["pair"],
 )
 def test_settings_without_a_tier_are_refused(
     pair: Pair, settings: dict[str, object], reason: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=f"kv_tier_path is not supported .*{reason}"):
+    with pytest.raises(ConfigError, match=reason):
         pair.open(None, kv_tier_path=str(tmp_path / "tier"), **settings)
-    assert not (tmp_path / "tier").exists()
+    assert not list(tmp_path.glob("tier/*"))

@@ -49,7 +49,10 @@ class Recording:
     """What a start did.
 
     Attributes:
-        stream: the current stream; `busy`: the one whose work nothing has waited for, if there is any.
+        stream: the current stream.
+        begun, done: how much work each stream has got, and how much of it the host has waited for.
+        beside: while work may run beside later steps: how much each stream had got that it must follow.
+        num_waits: how often the host has waited.
         capture: launches of the graph that is being captured; None outside of captures.
         graphs: launches by kernel, of each captured graph.
         variants: keys by kernel for which Triton would compile it.
@@ -61,7 +64,10 @@ class Recording:
     memory: DeviceMemory = field(default_factory=lambda: DeviceMemory(_OF_CONTEXT))
     pinned: PinnedMemory = field(default_factory=PinnedMemory)
     stream: int = 0
-    busy: int | None = None
+    begun: Counter[int] = field(default_factory=Counter[int])
+    done: Counter[int] = field(default_factory=Counter[int])
+    beside: Counter[int] | None = None
+    num_waits: int = 0
     capture: Counter[str] | None = None
     graphs: list[Counter[str]] = field(default_factory=list[Counter[str]])
     variants: dict[str, set[Any]] = field(default_factory=lambda: defaultdict(set))
@@ -77,15 +83,20 @@ class Recording:
     def work(self) -> None:
         """Record that the current stream gets work."""
         if self.capture is None:
-            if self.busy not in (None, self.stream):
+            before = self.begun if self.beside is None else self.beside
+            if any(count > self.done[each] for each, count in before.items() if each != self.stream):
                 self.violations[f"work on two streams that nothing orders: {place()}"] += 1
-            self.busy = self.stream
+            self.begun[self.stream] += 1
 
-    def wait(self, copy: int | None = None) -> None:
-        """Record that the host waits for all work, or for a copy."""
-        self.pinned.end(copy)
-        if copy is None:
-            self.busy = None
+    def wait(self, stream: int, number: int) -> None:
+        """Record that the host waits for a stream's work up to this number."""
+        self.num_waits += 1
+        self.done[stream] = max(self.done[stream], number)
+        self.pinned.end(stream, number)
+
+    def wait_for_all(self) -> None:
+        for stream, number in self.begun.items():
+            self.wait(stream, number)
 
 
 def place(num_lines: int = 3) -> str:
@@ -112,22 +123,22 @@ def _pretend_runtime(recording: Recording) -> None:
         """Is done when it is asked for the second time."""
 
         def __init__(self, *_: object, **__: object) -> None:
-            self._copy, self._is_asked = 0, True
+            self._work, self._is_asked = (0, 0), True
 
         def record(self, *_: object) -> None:
             recording.forbid("an event is recorded")
-            self._copy, self._is_asked = recording.pinned.now(), False
+            self._work, self._is_asked = (recording.stream, recording.begun[recording.stream]), False
 
         def query(self) -> bool:
             if self._is_asked:
-                recording.wait(self._copy)
+                recording.wait(*self._work)
                 return True
             self._is_asked = True
             return False
 
         def synchronize(self) -> None:
             recording.forbid("an event is waited for")
-            recording.wait(self._copy)
+            recording.wait(*self._work)
 
     class Stream:
         def __init__(self, *_: object, **__: object) -> None:
@@ -135,7 +146,7 @@ def _pretend_runtime(recording: Recording) -> None:
 
         def synchronize(self) -> None:
             recording.forbid("a stream is waited for")
-            recording.wait()
+            recording.wait(self.number, recording.begun[self.number])
 
     class Graph:
         def __init__(self, *_: object, **__: object) -> None:
@@ -164,7 +175,7 @@ def _pretend_runtime(recording: Recording) -> None:
 
     def synchronize(*_: object) -> None:
         recording.forbid("the device is waited for")
-        recording.wait()
+        recording.wait_for_all()
 
     def empty_cache() -> None:
         recording.forbid("the allocator's cache is emptied")
@@ -317,12 +328,14 @@ class Watch(TorchDispatchMode):
         self._check(name, tensors, args, target)
         if name in _ANSWERED:
             self._recording.host_reads[place()] += 1
-            self._recording.wait()
+            self._recording.wait_for_all()
             return name == "aten.equal" or (0 if tensors[0].dtype is not torch.bool else False)
         self._recording.work()
         if name == "aten.copy_":
             for host in (each for each in args[:2] if not isinstance(each, FakeTensor)):
-                self._recording.pinned.begin(host, to_host=host is args[0])
+                stream = self._recording.stream
+                number = self._recording.begun[stream]
+                self._recording.pinned.begin(host, stream, number, to_host=host is args[0])
             if not isinstance(args[0], FakeTensor):
                 return args[0]
         made = func(*tree_map(_as_fake, args), **tree_map(_as_fake, kwargs))

@@ -67,8 +67,13 @@ class DeviceMemory:
 
 @dataclass(slots=True)
 class _Copy:
-    """A copy from or to pinned memory that the device may make at any time until it is seen to be done."""
+    """A copy from or to pinned memory that the device may make at any time until it is seen to be done.
 
+    Attributes:
+        number: of its work in its stream.
+    """
+
+    stream: int
     number: int
     memory: _Pinned
     to_host: bool
@@ -90,7 +95,6 @@ class PinnedMemory:
 
     _memories: list[_Pinned] = field(default_factory=list[_Pinned])
     _copies: list[_Copy] = field(default_factory=list[_Copy])
-    _num_copies: int = 0
 
     def allocate(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Return values that are zero. Called outside of fake modes."""
@@ -99,22 +103,17 @@ class PinnedMemory:
         self._memories.append(_Pinned(values.data_ptr(), pages))
         return values[: size * dtype.itemsize].view(dtype)
 
-    def begin(self, host: torch.Tensor, *, to_host: bool) -> None:
-        """Begin a copy, if it is one from or to pinned memory."""
+    def begin(self, host: torch.Tensor, stream: int, number: int, *, to_host: bool) -> None:
+        """Begin a copy, if it is one from or to pinned memory, by a stream's work of this number."""
         address = host.data_ptr()
         found = [each for each in self._memories if 0 <= address - each.address < len(each.pages)]
         for memory in found:
-            self._num_copies += 1
-            self._copies.append(_Copy(self._num_copies, memory, to_host))
+            self._copies.append(_Copy(stream, number, memory, to_host))
             self._protect(memory)
 
-    def now(self) -> int:
-        """Return the number of the copy that was begun last, for an event that is recorded."""
-        return self._num_copies
-
-    def end(self, number: int | None = None) -> None:
-        """End the copies up to this one: the host has seen an event after it (None: waited for all)."""
-        done = [copy for copy in self._copies if number is None or copy.number <= number]
+    def end(self, stream: int, number: int) -> None:
+        """End a stream's copies up to this number: the host has seen an event after it."""
+        done = [copy for copy in self._copies if copy.stream == stream and copy.number <= number]
         self._copies = [copy for copy in self._copies if copy not in done]
         for copy in done:
             self._protect(copy.memory)

@@ -2,17 +2,21 @@
 
 SETTINGS, as JSON: `engine` and `speculation` (fields of EngineConfig and SpeculativeConfig), `model` (of
 `bench`'s random models), `rank` of `ranks`, whether to `swap` the drafter at the end and to `plant` faults in
-captures, and a wait to leave out (`hurry`). A single rank serves some requests.
+captures, and a wait to leave out (`hurry`). A single rank serves some requests; with a `tier` below the pages
+twice, of host memory for some pages and files for all.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -30,13 +34,17 @@ from manta.actors.targets.model.tensor_parallel import SingleRank  # noqa: E402
 from manta.actors.targets.runners import cuda_graphs  # noqa: E402
 from manta.actors.targets.runners.drafts.device_blocks import DeviceBlocks  # noqa: E402
 from manta.actors.targets.runners.gpu_runner import GpuModelRunner  # noqa: E402
+from manta.actors.targets.runners.page_mover import PageMover, _Copies  # noqa: E402
 from manta.actors.targets.runners.runner_interface import Runner  # noqa: E402
 from manta.actors.workers.drafter import remote_drafter  # noqa: E402
 from manta.actors.workers.drafter.remote_drafter import RemoteDrafterSource  # noqa: E402
 from manta.cluster.config import EngineConfig, SpeculativeConfig  # noqa: E402
 from manta.cluster.engine.engine_core import EngineCore  # noqa: E402
+from manta.cluster.kv_cache import kv_tier  # noqa: E402
 from manta.cluster.request.request import Request, SamplingParams  # noqa: E402
 from manta.cluster.step.executor import ExecutorInfo  # noqa: E402
+from manta.cluster.step.page_transfer import PagesMoved, PageTransfer  # noqa: E402
+from manta.cluster.step.scheduler_output import SchedulerOutput  # noqa: E402
 from manta.drafter.compute.backend import Backend  # noqa: E402
 from manta.drafter.compute.gpu_triton.common.element_ops import rms_norm  # noqa: E402
 from manta.drafter.compute.gpu_triton.linear import gemm_choice  # noqa: E402
@@ -46,6 +54,8 @@ from manta.drafter.step.gpu_triton.inputs.transfers import PendingResult, StepOu
 from manta.jobs.bench.common.random_weights import QWEN3_8B, PairShape, RandomModels  # noqa: E402
 
 MAX_LENGTH = 8192
+HOST_BYTES = 2**24  # some ten pages, fewer than a prompt has
+submitted: dict[int, Counter[int]] = {}  # what streams had got when a transfer was begun, by its number
 
 
 class RecordingRank(SingleRank):
@@ -94,11 +104,12 @@ def own_value(find: Callable[[], Any], count: int, communicator: Any, device: An
 def one_token_each(
     values: torch.Tensor, *shape: int, views_of: Callable[..., StepOutput] = StepOutput.views_of
 ) -> StepOutput:
-    """`StepOutput.views_of`, with a new token for each request where the host reads."""
+    """`StepOutput.views_of`, with a new token for each request, and no time, where the host reads."""
     outcome = views_of(values, *shape)
     if not isinstance(values, FakeTensor):
         rows_RW1 = outcome.rows_RW1.numpy()
         rows_RW1[:, 1:-1], rows_RW1[:, 0], rows_RW1[:, -1] = -1, 1, 1
+        outcome.times.numpy()[:] = 0
     return outcome
 
 
@@ -148,21 +159,64 @@ def plant(planted: list[Callable[[], object]]) -> None:
     cuda_graphs._capture = with_fault
 
 
-def serve(config: EngineConfig, resolved: ResolvedConfig, runner: Runner, info: ExecutorInfo) -> None:
-    """Run requests of all kinds to their ends, with a step in flight while the next one is planned."""
+def serve(config: EngineConfig, resolved: ResolvedConfig, runner: Runner, info: ExecutorInfo) -> int:
+    """Run requests of all kinds to their ends, with a step in flight while the next one is planned.
+
+    With a tier below the pages, run them again with an empty prefix cache. Return the tokens that were read.
+    """
 
     class Executor(InProcessExecutor):
         def _load(self, config: EngineConfig) -> tuple[ResolvedConfig, Runner, ExecutorInfo]:
             return resolved, runner, info
 
+        def submit(self, plan: SchedulerOutput) -> None:
+            super().submit(plan)
+            if runner.mover is not None:
+                move(runner.mover)
+
     assert info.max_in_flight > 1
     engine = EngineCore(config, Executor(config))
-    for number in range(2 * config.max_num_seqs):
-        prompt = tuple(range(1, 2 + 700 * (number % 3)))
-        sampling = SamplingParams(temperature=number % 2, top_k=20 * (number % 4), seed=number, max_tokens=12)
-        engine.add_request(Request(request_id=str(number), prompt_token_ids=prompt, params=sampling))
-    while engine.has_unfinished:
-        engine.step()
+    for _ in range(1 if info.kv_tier is None else 2):
+        for number in range(2 * config.max_num_seqs):
+            prompt = tuple(range(1, 2 + 700 * (2 * number % 3)))
+            sampling = SamplingParams(
+                temperature=number % 2, top_k=20 * (number % 4), seed=number, max_tokens=12
+            )
+            engine.add_request(Request(request_id=str(number), prompt_token_ids=prompt, params=sampling))
+            if number == 0:  # pages move beside its steps
+                engine.step()
+        while engine.has_unfinished:
+            engine.step()
+        engine.save_pages()
+        engine.reset_prefix_cache()
+    return engine.stats().tier_hits
+
+
+def move(mover: PageMover) -> None:
+    """Move pages beside a step that was just submitted, while the one before it may be in flight."""
+    while queue := mover._loads or mover._saves:
+        recording.beside = submitted.pop(queue[0][0].number)
+        mover._move_next()
+        recording.beside = None
+
+
+def move_in_turn() -> None:
+    """Move pages in this thread: tensors of another one would not be fake."""
+    begin, take_ended = PageMover.begin, PageMover.take_ended
+
+    def begin_in_turn(self: PageMover, transfer: PageTransfer) -> None:
+        num_waits, submitted[transfer.number] = recording.num_waits, Counter(recording.begun)
+        begin(self, transfer)
+        if recording.num_waits > num_waits:
+            recording.violations["steps wait for pages that move"] += 1
+
+    def move_and_take(self: PageMover, wait_s: float) -> list[PagesMoved]:
+        move(self)
+        return take_ended(self, wait_s)
+
+    PageMover.begin, PageMover.take_ended = begin_in_turn, move_and_take
+    PageMover._run = lambda self: None
+    kv_tier._UNKNOWN_WAIT_S = math.inf  # steps are slow here
 
 
 def hurry(wait: str) -> None:
@@ -171,6 +225,10 @@ def hurry(wait: str) -> None:
         PendingResult.wait = lambda self: self.values
     elif wait == "upload":
         Upload._next_slot = lambda self: self._slots[0]
+    elif wait == "steps":
+        _Copies.steps_so_far = lambda self: None
+    elif wait == "pages":
+        _Copies.wait = lambda self: None
     else:
         torch.cuda.synchronize = lambda device=None: None
 
@@ -185,11 +243,12 @@ def features(resolved: ResolvedConfig, backend: Backend) -> ContextFeatures:
     return ContextFeatures(weight, norm, drafter.rms_norm_eps, backend)
 
 
-def main(settings: dict[str, Any]) -> None:
+def main(settings: dict[str, Any], tier: str) -> None:
     gemm_choice.MeasuredChoice._agree = both
     rank_loader.smallest = own_value
     StepOutput.views_of = one_token_each  # pyright: ignore[reportAttributeAccessIssue]
     remote_drafter._context_features = features
+    move_in_turn()
     if settings.get("plant"):
         plant(faults())
     if wait := settings.get("hurry"):
@@ -203,7 +262,9 @@ def main(settings: dict[str, Any]) -> None:
         tensor_parallel_size=num_ranks,
         speculative_config=None if speculation is None else SpeculativeConfig(model="random", **speculation),
         **{"max_num_seqs": 4, **settings.get("engine", {})},
+        **({"kv_tier_path": tier, "kv_tier_host_bytes": HOST_BYTES} if settings.get("tier") else {}),
     )
+    num_read = 0
     with FakeTensorMode(allow_non_fake_inputs=True), Watch(recording):
         drafter = None if speculation is None else shape.drafter
         plan = resolve_models(config, Path("random"), shape.target, Path("random"), drafter, MAX_LENGTH)
@@ -211,7 +272,7 @@ def main(settings: dict[str, Any]) -> None:
         remote = partial(RemoteDrafterSource, communicator=communicator) if plan.split else None
         runner, info = rank_loader.start_runner(plan, RandomModels(), communicator, remote_drafts=remote)
         if num_ranks == 1:
-            serve(config, plan, runner, info)
+            num_read = serve(config, plan, runner, info)
         if settings.get("swap"):
             assert isinstance(runner, GpuModelRunner) and isinstance(runner.models.drafts, DeviceBlocks)
             runner.swap_drafter(runner.models.drafts.drafter)
@@ -224,9 +285,11 @@ def main(settings: dict[str, Any]) -> None:
         "graphs": recording.graphs,
         "variants": {name: len(keys) for name, keys in recording.variants.items()},
         "collectives": ranks.seen,
+        "tier_hits": num_read,
     }
     print(json.dumps(report))
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[2]))
+    with TemporaryDirectory() as folder:
+        main(json.loads(sys.argv[2]), folder)

@@ -33,7 +33,7 @@ class DeviceBlocks(DeviceDrafts):
 
     def __init__(self, drafter: DFlashDrafter, context: PagedKVCache, memory: StepMemory) -> None:
         self.drafter, self.context, self._memory = drafter, context, memory
-        self.tree_config = drafter.config
+        self.tree_config, self.kept_by_page = drafter.config, (context.kv,)
 
     def with_drafter(self, drafter: Drafter) -> DeviceBlocks:
         assert isinstance(drafter, DFlashDrafter), "the new drafter has the kind of the old one"

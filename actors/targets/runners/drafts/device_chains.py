@@ -55,6 +55,7 @@ class DeviceChains(DeviceDrafts):
             shape = cache.num_pages + 1, drafter.config.hidden_size
             features_PH = torch.zeros(shape, dtype=drafter.dtype, device=drafter.device)
         self.features_PH = features_PH
+        self.kept_by_page = (cache.kv, features_PH[None])
 
     def with_drafter(self, drafter: Drafter) -> DeviceChains:
         assert not isinstance(drafter, DFlashDrafter), "the new drafter has the kind of the old one"

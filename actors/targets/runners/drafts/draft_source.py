@@ -135,12 +135,14 @@ class DeviceDrafts:
         has_margins: whether its drafts have margins.
         can_be_forced: whether a grammar may replace its drafts by forced tokens.
         tree_config: of a drafter whose candidates can grow trees; else None.
+        kept_by_page: all that is kept of the tokens in a page: [A, P + 1, ...] each.
     """
 
     has_context: bool = False
     has_margins: bool = True
     can_be_forced: bool = True
     tree_config: DrafterConfig | None = None
+    kept_by_page: Sequence[Tensor] = ()
 
     def receive(self, num_rows: int, trees: StepTrees | None, *, has_grammars: bool) -> None:
         """Get ready for `propose` over blocks of `num_rows` rows; may wait for another process."""
