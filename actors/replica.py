@@ -174,12 +174,11 @@ class RoutedReplica(Replica):
     async def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
         from .gateway.replica_endpoint import ReplicaEndpoint
 
-        host = asyncio.create_task(asyncio.to_thread(listen_host))
         await super().__init__(config, without_gateway_settings(settings))
         self._started_s = int(time.time())
         directory = DirectoryClient(serve.get_replica_context().app_name)
         app = await self.__serve_build_asgi_app__()
-        self._endpoint = ReplicaEndpoint(app, await host, self._describe, directory)
+        self._endpoint = ReplicaEndpoint(app, await asyncio.to_thread(listen_host), self._describe, directory)
         await self._endpoint.open()
 
     @property

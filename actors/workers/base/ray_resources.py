@@ -99,24 +99,26 @@ def _nodes_by_id(releases: Callable[[Group], bool]) -> dict[str, NodeResources]:
     return nodes_by_id
 
 
-def may_grow() -> bool:
+def may_grow(wait_s: float | None = None) -> bool:
     """Return whether an autoscaler may start nodes; also True if that is unknown.
 
     A Ray that this process started has none. Otherwise the monitor's report tells: without an autoscaler it
     names each node's type after the node. A cluster without Ray's own monitor (KubeRay runs the autoscaler
     separately) makes no such report, so nothing is refused there.
+
+    Args:
+        wait_s: for the first report; REPORT_WAIT_S by default.
     """
     node = ray_worker._global_node
     if node is not None and node.is_head():
         return False
-    deadline_s = time.monotonic() + REPORT_WAIT_S
-    while time.monotonic() < deadline_s:
-        report = _autoscaler_report()
-        if report is not None:
-            types = {kind.removeprefix("node_") for kind in report.get("active_nodes") or {}}
-            return not types or not types <= {node["NodeID"] for node in ray.nodes()}
+    deadline_s = time.monotonic() + (REPORT_WAIT_S if wait_s is None else wait_s)
+    while (report := _autoscaler_report()) is None:
+        if time.monotonic() >= deadline_s:
+            return True
         time.sleep(POLL_S)
-    return True
+    types = {kind.removeprefix("node_") for kind in report.get("active_nodes") or {}}
+    return not types or not types <= {node["NodeID"] for node in ray.nodes()}
 
 
 def warn_of_this_machine(demands: Sequence[DeploymentDemand]) -> None:

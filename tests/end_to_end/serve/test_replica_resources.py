@@ -105,6 +105,8 @@ def test_a_cluster_with_an_autoscaler_is_not_refused(
     monkeypatch.setattr(room, "_autoscaler_report", lambda: None)  # unknown
     monkeypatch.setattr(room, "REPORT_WAIT_S", 0.1)
     build_app(settings)
+    monkeypatch.setattr(room, "REPORT_WAIT_S", 1e9)
+    assert room.may_grow(wait_s=0.0), "a replica that has loaded does not wait for a report"
 
 
 def test_ray_itself_reports_that_it_has_no_autoscaler(
