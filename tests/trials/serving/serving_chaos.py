@@ -301,7 +301,12 @@ SCHEDULE = (
     Setup("one replica", (WORKER, REPLICA, HAPROXY, CONTROLLER)),
     Setup("one replica behind a gateway", (WORKER, REPLICA, GATEWAY, HAPROXY), {"replicas": "1:1"}),
     Setup("one replica, TP 2, split", (DRAFTER, RANK), {"tensor_parallel_size": 2}, split=True, nodes=(4,)),
-    Setup("two replicas", (WORKER, REPLICA, GATEWAY, STOPPED_GATEWAY, HAPROXY, CONTROLLER), replicas=2),
+    Setup(
+        "two replicas",
+        (WORKER, REPLICA, GATEWAY, STOPPED_GATEWAY, HAPROXY, CONTROLLER),
+        replicas=2,
+        nodes=(4,),
+    ),
     Setup(
         "two replicas, two nodes, Ray's tables on disk",
         (GCS_BACK, RAYLET),
