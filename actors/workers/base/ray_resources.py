@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ import ray
 import ray._private.state as ray_state
 from ray._private import worker as ray_worker
 from ray._private.client_mode_hook import client_mode_wrap
+from ray._private.ray_constants import RESOURCES_ENVIRONMENT_VARIABLE
 from ray._private.utils import get_num_cpus
 from ray.experimental.internal_kv import _internal_kv_get
 from ray.util.placement_group import placement_group_table
@@ -131,9 +133,14 @@ def warn_of_this_machine(demands: Sequence[DeploymentDemand]) -> None:
 
 
 def machine_resources(num_cpus: int | None = None) -> dict[str, float]:
-    """Return the resources that a Ray started on this machine, with `num_cpus` or all CPUs, would have."""
+    """Return the resources that a Ray started on this machine, with `num_cpus` or all CPUs, would have.
+
+    Ray takes those that its environment variable names instead.
+    """
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return {"CPU": float(num_cpus or get_num_cpus()), "GPU": float(gpus)}
+    named = json.loads(os.environ.get(RESOURCES_ENVIRONMENT_VARIABLE) or "{}")
+    found = {"CPU": num_cpus or get_num_cpus(), "GPU": gpus}
+    return {kind: float(named.get(kind, count)) for kind, count in found.items()}
 
 
 def _await_free(demands: Sequence[DeploymentDemand]) -> None:

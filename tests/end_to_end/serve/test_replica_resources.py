@@ -91,6 +91,13 @@ def test_a_driver_without_ray_gets_a_warning(
     assert "needs 3 CPU (there is 2) on one node" in caplog.text
 
 
+def test_the_resources_that_rays_variable_names_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"CPU": 96}')
+    assert room.machine_resources(4)["CPU"] == 96.0
+    monkeypatch.delenv("RAY_OVERRIDE_RESOURCES")
+    assert room.machine_resources(4)["CPU"] == 4.0
+
+
 def test_a_cluster_with_an_autoscaler_is_not_refused(
     args: dict[str, Any], two_cpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -300,13 +300,8 @@ GCS_BACK = Death("the head's GCS, restarted", any_of("gcs"), watch_s=30.0, reviv
 SCHEDULE = (
     Setup("one replica", (WORKER, REPLICA, HAPROXY, CONTROLLER)),
     Setup("one replica behind a gateway", (WORKER, REPLICA, GATEWAY, HAPROXY), {"replicas": "1:1"}),
-    Setup("one replica, TP 2, split", (DRAFTER, RANK), {"tensor_parallel_size": 2}, split=True, nodes=(4,)),
-    Setup(
-        "two replicas",
-        (WORKER, REPLICA, GATEWAY, STOPPED_GATEWAY, HAPROXY, CONTROLLER),
-        replicas=2,
-        nodes=(4,),
-    ),
+    Setup("one replica, TP 2, split", (DRAFTER, RANK), {"tensor_parallel_size": 2}, split=True),
+    Setup("two replicas", (WORKER, REPLICA, GATEWAY, STOPPED_GATEWAY, HAPROXY, CONTROLLER), replicas=2),
     Setup(
         "two replicas, two nodes, Ray's tables on disk",
         (GCS_BACK, RAYLET),
