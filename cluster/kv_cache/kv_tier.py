@@ -178,9 +178,13 @@ class KVTier(NoTier):
     @property
     def _evicts_soon(self) -> bool:
         """Whether kept pages will be evicted soon, and there are enough free ones to save some meanwhile."""
-        pools = self._manager.pools
+        pools, states = self._manager.pools, self._manager.states
         is_short = any(pool.num_blank < _BLANK_SHARE * pool.num_pages for pool in pools)
-        return is_short and all(pool.num_free >= _FREE_PER_SAVED for pool in pools)
+        can_save = all(pool.num_free >= _FREE_PER_SAVED for pool in pools)
+        if states is not None:
+            is_short |= states.num_blank < _BLANK_SHARE * states.num_states
+            can_save &= states.num_available > 1
+        return is_short and can_save
 
     # A request waits.
 

@@ -75,6 +75,11 @@ class RecurrentStateManager:
         return len(self._free) + len(self.saved) - len(self._held - self._held_alone)
 
     @property
+    def num_blank(self) -> int:
+        """Number of states that hold nothing."""
+        return len(self._free)
+
+    @property
     def usage(self) -> float:
         return len(self._live) / self.num_states
 

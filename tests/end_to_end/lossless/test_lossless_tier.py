@@ -78,8 +78,9 @@ def test_the_drafters_context_is_read_with_the_pages(
     shared, tails = prompts(8)[7], ([5, 6], [9], [], [5, 6, 7, 8, 9])
     batch = [{"prompt_token_ids": shared + tail} for tail in tails]
     params = params_of("plain", len(batch))
-    kept = {"kv_tier_path": str(tmp_path / "tier"), "max_num_seqs": 1}
-    with pair.open(drafts, max_num_seqs=1) as llm:
+    sizes = {"max_num_seqs": 1, "num_states": 16}
+    kept = {"kv_tier_path": str(tmp_path / "tier"), **sizes}
+    with pair.open(drafts, **sizes) as llm:
         cold = llm.generate(batch, params)
     with pair.open(drafts, **kept) as llm:
         llm.generate(batch, params, max_draft_tokens=max_drafts)
