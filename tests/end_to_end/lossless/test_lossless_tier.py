@@ -8,6 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from manta import LLM
+from manta.actors.targets.loading.memory_budget import page_bytes, state_bytes
+from manta.actors.targets.loading.resolved_config import resolve_config
 from manta.cluster.errors import ConfigError
 from support.oracles.lossless_grid import Drafts, Pair, Reference, Tree
 from support.oracles.sampling_cases import KNOBS, WHOLE, params_of, prompts, tokens_of
@@ -83,6 +86,7 @@ def test_the_drafters_context_is_read_with_the_pages(
     with pair.open(drafts, **sizes) as llm:
         cold = llm.generate(batch, params)
     with pair.open(drafts, **kept) as llm:
+        _check_that_all_is_kept(llm)
         llm.generate(batch, params, max_draft_tokens=max_drafts)
         assert llm.stats().tier_hits == 0
     with pair.open(drafts, **kept) as llm:
@@ -91,6 +95,15 @@ def test_the_drafters_context_is_read_with_the_pages(
     assert [o.outputs[0].token_ids for o in warm] == [o.outputs[0].token_ids for o in cold]
     assert all(o.metrics.num_cached_tokens > 0 for o in warm)
     assert [o.metrics.acceptance_histogram for o in warm] == [o.metrics.acceptance_histogram for o in cold]
+
+
+def _check_that_all_is_kept(llm: LLM) -> None:
+    """A page of the tier has all the bytes that the memory's budget counts for one, and so has a state."""
+    resolved = resolve_config(llm.config)
+    of_pools, of_state = page_bytes(resolved), state_bytes(resolved)
+    kept = [of_pools[group.pool] for group in resolved.pages.groups]
+    assert llm.info.kv_tier is not None
+    assert llm.info.kv_tier.page_bytes == (*kept, *([of_state + 8] if of_state else []))
 
 
 def _damage(tier: Path) -> None:
