@@ -2,7 +2,8 @@
 
 A page of the tier holds what a page of the cache does, for target and drafter alike, so a page that is read
 becomes an ordinary page of the prefix cache, and a request that finds it drafts as well as if it had computed
-it. Nothing here is on a step's path:
+it. So does a saved state of recurrent layers; here it is a page of one more group. Nothing here is on a
+step's path:
 
     a request leaves ─▶ its chain of pages is remembered ─▶ saved while the engine is idle, or when blank
                                                             pages run short and kept ones are evicted soon
@@ -83,12 +84,14 @@ class _Read:
     """Pages on their way into the cache, for a sequence that waits until `until_s`.
 
     Attributes:
+        num_pages: by which the cached prefix gets longer.
         held: pages, by group, of the prefix that the cache already has, which must stay there.
         followers: sequences that lack the same pages. They wait as well, and are looked up then.
         is_awaited: whether a sequence waits.
     """
 
     transfer: PageTransfer
+    num_pages: int
     held: tuple[list[int], ...]
     sequence: Sequence
     until_s: float
@@ -151,7 +154,7 @@ class KVTier(NoTier):
 
         While they are saved they are not free; so they are few where few are.
         """
-        cache, pages = self._manager.cache, list[MovedPage]()
+        pages = list[MovedPage]()
         num_free = min(pool.num_free for pool in self._manager.pools)
         maximum = max(min(_PAGES_PER_SAVE, num_free // _FREE_PER_SAVED), 1)
         while self._num_saved < len(digests) and len(pages) < maximum:
@@ -159,8 +162,8 @@ class KVTier(NoTier):
             self._num_saved += 1
             if now_s - self._recent.get(digest, -_SAVED_AGAIN_S) < _SAVED_AGAIN_S:
                 continue
-            for group in range(len(self._manager.groups)):
-                if (page := cache.page_of(group, digest)) is not None:
+            for group, kept in enumerate(self._manager.movable):
+                if (page := kept.page_of(digest)) is not None:
                     pages.append(MovedPage(group, digest, page, self._keep_s(group, index)))
             if len(self._recent) >= _MAX_RECENT:
                 self._recent.clear()
@@ -168,16 +171,20 @@ class KVTier(NoTier):
         return pages
 
     def _keep_s(self, group: int, index: int) -> float:
-        size = self._folder.page_bytes[self._manager.groups[group].pool]
-        seconds_per_byte = self._row_s * self._manager.page_size / size
+        num_tokens = self._manager.movable[group].num_computed(index) * self._manager.page_size
+        seconds_per_byte = self._row_s * num_tokens / self._folder.page_bytes[group]
         return min(_KEEP_S * seconds_per_byte, _LONGEST_KEEP_S) - _ORDER_S * index
 
     @property
     def _evicts_soon(self) -> bool:
         """Whether kept pages will be evicted soon, and there are enough free ones to save some meanwhile."""
-        pools = self._manager.pools
+        pools, states = self._manager.pools, self._manager.states
         is_short = any(pool.num_blank < _BLANK_SHARE * pool.num_pages for pool in pools)
-        return is_short and all(pool.num_free >= _FREE_PER_SAVED for pool in pools)
+        can_save = all(pool.num_free >= _FREE_PER_SAVED for pool in pools)
+        if states is not None:
+            is_short |= states.num_blank < _BLANK_SHARE * states.num_states
+            can_save &= states.num_available > 1
+        return is_short and can_save
 
     # A request waits.
 
@@ -201,7 +208,9 @@ class KVTier(NoTier):
         """Whether it could enter, and all that wait for pages, without a page less for those that run."""
         num_tokens = len(sequence.token_ids)
         num_tokens += sum(len(read.sequence.token_ids) for read in self._reads.values())
-        no_hit = self._manager.cache.no_hit
+        states, no_hit = self._manager.states, self._manager.cache.no_hit
+        if states is not None and states.num_available <= 1 + len(self._reads):
+            return False
         return self._manager.can_admit(no_hit, num_tokens, num_running + len(self._reads))
 
     def _read_for(self, sequence: Sequence, now_s: float) -> None:
@@ -216,15 +225,15 @@ class KVTier(NoTier):
         compute_s = num_pages * manager.page_size * self._row_s
         if self._row_s and len(missing) * self._page_read_s > compute_s:
             return
-        for group, held in enumerate(hit.pages):
-            manager.hold_pages(group, held)
+        for kept, held in zip(manager.movable, hit.pages, strict=False):
+            kept.hold(held)
         pages = [
-            MovedPage(group, digest, manager.hold_new_page(group), self._keep_s(group, index))
+            MovedPage(group, digest, manager.movable[group].hold_new(), self._keep_s(group, index))
             for index, group, digest in missing
         ]
         transfer = self._transfer(pages, loads=True)
         wait_s = min(compute_s, _LONGEST_WAIT_S) if self._row_s else _UNKNOWN_WAIT_S
-        self._reads[transfer.number] = _Read(transfer, hit.pages, sequence, now_s + wait_s)
+        self._reads[transfer.number] = _Read(transfer, num_pages, hit.pages, sequence, now_s + wait_s)
         sequence.is_read_for = True
         self._to_begin.append(transfer)
 
@@ -255,7 +264,7 @@ class KVTier(NoTier):
             and (save := self._next_save(now_s)) is not None
         ):
             for moved in save.pages:
-                self._manager.hold_pages(moved.group, [moved.page])
+                self._manager.movable[moved.group].hold([moved.page])
             self._save = save
             begun.append(save)
         return begun
@@ -263,22 +272,22 @@ class KVTier(NoTier):
     def on_moved(self, done: PagesMoved) -> None:
         if self._save is not None and done.number == self._save.number:
             for page, has_moved in zip(self._save.pages, done.moved, strict=True):
-                self._manager.drop_pages(page.group, [page.page])
+                self._manager.movable[page.group].drop([page.page])
                 if not has_moved:
                     self._recent.pop(page.digest, None)
             self._save = None
             return
-        read = self._reads.pop(done.number)
+        read, movable = self._reads.pop(done.number), self._manager.movable
         pages = read.transfer.pages
         for page, has_moved in zip(pages, done.moved, strict=True):
             if has_moved and not self._is_stopped:
-                self._manager.cache.insert(page.group, [(page.digest, page.page)])
-            self._manager.drop_pages(page.group, [page.page])
-        for group, held in enumerate(read.held):
-            self._manager.drop_pages(group, held)
+                movable[page.group].insert(page.digest, page.page)
+            movable[page.group].drop([page.page])
+        for kept, held in zip(movable, read.held, strict=False):
+            kept.drop(held)
         read.let_enter()
         if all(done.moved):
-            read.sequence.num_read_tokens = len({page.digest for page in pages}) * self._manager.page_size
+            read.sequence.num_read_tokens = read.num_pages * self._manager.page_size
         self._page_read_s = _averaged(self._page_read_s, done.seconds / len(pages))
 
     def on_completed(self, plan: SchedulerOutput, timings: StepTimings) -> None:

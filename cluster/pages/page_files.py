@@ -49,7 +49,7 @@ _PAUSE_S = 60.0  # without writes, after one failed
 class PageFolder:
     """The files of one rank of one subject; small, and sent to other processes.
 
-    `page_bytes` are those of a page of each pool.
+    `page_bytes` are those of a page of each group, then those of a recurrent state if there are any.
     """
 
     path: Path

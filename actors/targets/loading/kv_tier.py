@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+from torch import Tensor
+
 from ....cluster.errors import ConfigError
 from ....cluster.pages.page_files import PageFiles, PageFolder, open_tier
-from ....drafter.compute.memory.kv_cache import PagedKVCache
+from ....drafter.step.recurrent_states import RecurrentStates
 from ....version import __version__
 from ...system.host_resources import cpu_name
 from ..model.tensor_parallel import Communicator
@@ -34,28 +36,38 @@ def why_no_tier(resolved: ResolvedConfig) -> str | None:
         return "where a device drives the steps: pages are read into memory of the host only"
     if resolved.split:
         return "with a drafter in another process, whose context would be missing"
-    if resolved.target.states is not None:
-        return "for targets with recurrent layers, whose states are not kept"
     if not resolved.config.enable_prefix_caching:
         return "without enable_prefix_caching, through which its pages are found"
     return None
 
 
 def make_page_mover(
-    resolved: ResolvedConfig, communicator: Communicator, caches: Sequence[PagedKVCache]
+    resolved: ResolvedConfig,
+    communicator: Communicator,
+    kept: Iterable[tuple[int, Tensor]],
+    states: RecurrentStates | None,
+    settle: Callable[[], None],
 ) -> PageMover | None:
-    """Return what moves a rank's pages, of these caches of target and drafter; None without a tier."""
+    """Return what moves a rank's pages and states; None without a tier.
+
+    Args:
+        kept: what target and drafter keep by page, [A, P + 1, ...] each, with a group whose pages these are.
+        settle: see `PageMover`.
+    """
     if resolved.config.kv_tier_path is None:
         return None
     groups, tier = resolved.pages.groups, Path(resolved.config.kv_tier_path)
-    by_pool = [list[PagedKVCache]() for _ in range(resolved.pages.num_pools)]
-    for cache in caches:
-        by_pool[groups[cache.places[0].group].pool].append(cache)
+    by_pool = [list[Tensor]() for _ in range(resolved.pages.num_pools)]
+    for group, tensor in kept:
+        by_pool[groups[group].pool].append(tensor)
     pools = tuple(map(PageMemory.of, by_pool))
+    memory = [pools[group.pool] for group in groups]
+    if states is not None:
+        memory.append(PageMemory.of(states.tensors))
     subject = _subject(resolved, communicator.world_size)
     path = tier / subject / str(communicator.rank)
-    folder = PageFolder(path, tuple(pool.page_bytes for pool in pools))
-    return PageMover(PageFiles(tier, folder, resolved.config.kv_tier_bytes), pools, groups)
+    folder = PageFolder(path, tuple(part.page_bytes for part in memory))
+    return PageMover(PageFiles(tier, folder, resolved.config.kv_tier_bytes), memory, settle)
 
 
 def describe_tier(resolved: ResolvedConfig) -> str:
@@ -82,6 +94,7 @@ def _subject(resolved: ResolvedConfig, num_ranks: int) -> str:
         "ranks": num_ranks,
         "page_size": resolved.page_size,
         "pages": asdict(resolved.pages),
+        "drafts": resolved.num_speculative_tokens,  # a recurrent state has records of them
     }
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12).hexdigest()
 

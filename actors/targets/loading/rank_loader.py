@@ -313,9 +313,12 @@ class _Rank:
         drafts: DraftSource
         memory = make_state_memory(resolved, num_states)
         cache, draft_cache = self._caches(num_pages, memory)
+        kept, settle = [(cache.group(0), cache.kv)], _nothing_is_deferred
         if self._drafter is not None:
             assert draft_cache is not None, "a drafter has pages"
             proposer, mixer = _make_proposer(self._drafter, draft_cache, operators), None
+            kept += [(draft_cache.group(0), tensor) for tensor in proposer.kept_by_page]
+            settle = proposer.settle
             if (suffix := _suffix_proposer(resolved.config)) is not None:
                 mixer = self._mixer(suffix)
             drafts = ColocatedDrafter(proposer, self._communicator, mixer)
@@ -329,8 +332,7 @@ class _Rank:
         states = RequestStates(
             *state_args, resolved.device, batch, operators, resolved.pages, self.grammars, recurrent
         )
-        caches = [cache] if draft_cache is None else [cache, draft_cache]
-        mover = make_page_mover(resolved, self._communicator, caches)
+        mover = make_page_mover(resolved, self._communicator, kept, recurrent, settle)
         return CpuModelRunner(self._model, cache, states, drafts, self._communicator, operators, mover)
 
     def _mixer(self, proposer: SuffixProposer) -> SuffixMixer:
@@ -375,6 +377,9 @@ def _suffix_proposer(config: EngineConfig) -> SuffixProposer | None:
     if spec is None or not spec.copies_suffixes:
         return None
     return SuffixProposer(spec.suffix_decoding_max_cached_requests)
+
+
+def _nothing_is_deferred() -> None: ...
 
 
 def _make_proposer(

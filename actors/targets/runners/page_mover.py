@@ -1,6 +1,7 @@
 """Moves K/V pages between a rank's memory and files, in a thread beside its steps.
 
-A page is one id in the memory of all models that use its pool: the target's planes, then the drafter's.
+A page is one id in the memory of all models that use its pool: the target's planes, then the drafter's. A
+saved state of recurrent layers moves like a page.
 Transfers are begun between steps and in their order, so every step that was submitted before has ended with
 these pages, and until the end is reported nothing else uses them (`cluster/step/page_transfer.py`).
 
@@ -12,28 +13,27 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from ....cluster.pages.kv_cache_groups import KVCacheGroup
 from ....cluster.pages.page_files import PageFiles
 from ....cluster.step.page_transfer import MovedPage, PagesMoved, PageTransfer
-from ....drafter.compute.memory.kv_cache import PagedKVCache
 
 
 @dataclass(frozen=True, slots=True)
 class PageMemory:
-    """The memory of one pool's pages: that of each model, uint8 [A, P + 1, bytes of a page in a plane]."""
+    """The memory of pages with the same ids: uint8 [A, P, bytes of a page in a plane], by tensor."""
 
     planes: tuple[np.ndarray, ...]
 
     @classmethod
-    def of(cls, caches: Sequence[PagedKVCache]) -> PageMemory:
-        """Return the memory of these caches, which have the same page ids; some may share it."""
-        memory = {cache.kv.data_ptr(): cache.kv.flatten(2).view(torch.uint8).numpy() for cache in caches}
+    def of(cls, tensors: Iterable[Tensor]) -> PageMemory:
+        """Return the memory of tensors [A, P, ...]; several may be the same memory."""
+        memory = {x.data_ptr(): x.flatten(2).view(torch.uint8).numpy() for x in tensors if x.numel()}
         return cls(tuple(memory.values()))
 
     @property
@@ -52,23 +52,24 @@ class PageMover:
     """Runs transfers one after another, those that requests wait for first.
 
     Args:
-        pools: the memory of each pool.
+        memory: that of each group's pages, then that of states if there are any.
+        settle: writes what steps have left to be written to pages, between steps.
 
     Attributes:
         folder: the files of this rank.
     """
 
-    def __init__(
-        self, files: PageFiles, pools: tuple[PageMemory, ...], groups: Sequence[KVCacheGroup]
-    ) -> None:
+    def __init__(self, files: PageFiles, memory: Sequence[PageMemory], settle: Callable[[], None]) -> None:
         self.folder = files.folder
-        self._files, self._memory = files, tuple(pools[group.pool] for group in groups)
+        self._files, self._memory, self._settle = files, memory, settle
         self._loads, self._saves = deque[PageTransfer](), deque[PageTransfer]()
         self._ended: list[PagesMoved] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def begin(self, transfer: PageTransfer) -> None:
+        """Begin a transfer, between steps."""
+        self._settle()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="manta-pages", daemon=True)
             self._thread.start()
