@@ -176,6 +176,8 @@ class RoutedReplica(Replica):
 
         await super().__init__(config, without_gateway_settings(settings))
         self._started_s = int(time.time())
+        folder, node = self._engine.info.kv_tier, ray.get_runtime_context().get_node_id()
+        self._kv_tier = None if folder is None else f"{node}:{folder.path}"
         directory = DirectoryClient(serve.get_replica_context().app_name)
         app = await self.__serve_build_asgi_app__()
         self._endpoint = ReplicaEndpoint(app, await asyncio.to_thread(listen_host), self._describe, directory)
@@ -209,6 +211,7 @@ class RoutedReplica(Replica):
             max_requests=max_ongoing_requests(self._config),
             max_model_len=self._engine.info.max_model_len,
             created_s=self._started_s,
+            kv_tier=self._kv_tier,
         )
 
 

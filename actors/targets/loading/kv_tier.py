@@ -5,29 +5,66 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from ....cluster.errors import ConfigError
-from ....cluster.pages.page_files import PageFiles, PageFolder, open_tier
+from ....cluster.pages.page_files import PageFiles, PageFolder, default_tier, open_tier
 from ....drafter.step.recurrent_states import RecurrentStates
 from ....version import __version__
 from ...system.host_resources import cpu_name
-from ..model.tensor_parallel import Communicator
+from ..model.tensor_parallel import Communicator, smallest
 from ..runners.page_mover import PageMemory, PageMover
 from .resolved_config import ResolvedConfig
 
+_DISK_SHARE = 0.05  # of the disk's free space, that the default folder may take
+_LEAST_BYTES = 64 * 2**20  # of the default folder: less is a few prompts
 
-def check_tier(resolved: ResolvedConfig) -> None:
-    """Open the tier's folder. Raises ConfigError if it cannot be used with these settings."""
-    if resolved.config.kv_tier_path is None:
-        return
-    if (reason := why_no_tier(resolved)) is not None:
-        raise ConfigError(f"kv_tier_path is not supported {reason}. Remove it.", param="kv_tier_path")
-    open_tier(Path(resolved.config.kv_tier_path))
+
+def with_tier(resolved: ResolvedConfig, communicator: Communicator) -> ResolvedConfig:
+    """Open the tier's folder; return the settings with "auto" replaced by a folder and its size, or by None.
+
+    Raises ConfigError if a folder that was given cannot be used with these settings. If the default folder
+    cannot be used, a doubt says so.
+    """
+    config, doubts, size = resolved.config, resolved.doubts, 0
+    if config.kv_tier_path is None:
+        return resolved
+    reason = why_no_tier(resolved)
+    if config.kv_tier_path != "auto":
+        if reason is not None:
+            raise ConfigError(f"kv_tier_path is not supported {reason}. Remove it.", param="kv_tier_path")
+        open_tier(Path(config.kv_tier_path))
+        return resolved
+    if reason is not None:
+        return replace(resolved, config=replace(config, kv_tier_path=None))
+    path = default_tier()
+    try:
+        size = _open_default(path, config.kv_tier_bytes)
+    except ConfigError as error:
+        doubts = (*doubts, f"K/V pages that leave memory are lost: {error.message}")
+    (size,) = smallest(lambda: [size], 1, communicator, resolved.device)
+    if size:
+        config = replace(config, kv_tier_path=str(path), kv_tier_bytes=size)
+    else:
+        config = replace(config, kv_tier_path=None)
+    return replace(resolved, config=config, doubts=doubts)
+
+
+def _open_default(path: Path, most_bytes: int) -> int:
+    """Return the bytes that the default folder may take. Raises ConfigError if it cannot be used."""
+    open_tier(path)
+    free = shutil.disk_usage(path).free
+    if (size := min(most_bytes, int(_DISK_SHARE * free))) >= min(most_bytes, _LEAST_BYTES):
+        return size
+    raise ConfigError(
+        f"{path} is on a disk with {free / 2**20:,.0f} MiB of free space. Name a folder with kv_tier_path.",
+        param="kv_tier_path",
+    )
 
 
 def why_no_tier(resolved: ResolvedConfig) -> str | None:

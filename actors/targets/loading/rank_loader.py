@@ -49,7 +49,7 @@ from ..runners.drafts.draft_source import (
 from ..runners.runner_interface import Runner
 from .checkpoint_models import Checkpoints, ModelSource
 from .executor_info import device_limits, executor_info
-from .kv_tier import check_tier, describe_tier, make_page_mover
+from .kv_tier import describe_tier, make_page_mover, with_tier
 from .memory_budget import (
     affordable_pages,
     affordable_states,
@@ -120,8 +120,10 @@ def start_runner(
 ) -> tuple[Runner, ExecutorInfo]:
     """Load one rank by resolved settings, as `load_runner` does; `models` provides the weights."""
     assert resolved.split == (remote_drafts is not None), "remote_drafts is given exactly for split drafters"
+    communicator = communicator or SingleRank()
+    resolved = with_tier(resolved, communicator)
     with count_compilations(resolved) as compiled:
-        rank = _Rank(resolved, models, communicator or SingleRank(), remote_drafts)
+        rank = _Rank(resolved, models, communicator, remote_drafts)
         check_invariance(resolved, rank.backend)
         num_pages, num_states = rank.affordable_cache()
         runner = rank.runner(num_pages, num_states)
@@ -187,7 +189,6 @@ class _Rank:
     ) -> None:
         self._resolved, self._communicator, self._remote_drafts = resolved, communicator, remote_drafts
         refuse_unaffordable(resolved)
-        check_tier(resolved)
         if communicator.rank == 0:
             warn_of_weights(resolved)
         sharding = Sharding(resolved.target, communicator.rank, communicator.world_size)

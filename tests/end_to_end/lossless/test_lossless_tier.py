@@ -139,3 +139,23 @@ def test_settings_without_a_tier_are_refused(pair: Pair, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=reason):
         pair.open(None, kv_tier_path=str(tmp_path / "tier"), enable_prefix_caching=False)
     assert not (tmp_path / "tier").exists()
+
+
+@pytest.mark.parametrize("pair", ["qwen3"], indirect=True)
+def test_llm_keeps_pages_only_if_it_is_told_to(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MANTA_CACHE_DIR", str(tmp_path))
+    batch = [{"prompt_token_ids": prompts(8)[7]}]
+    with pair.open(15) as llm:
+        assert llm.info.kv_tier is None
+        computed = llm.generate(batch, params_of("greedy", 1))
+    for has_read in (False, True):
+        with pair.open(15, kv_tier_path="auto") as llm:
+            (output,) = llm.generate(batch, params_of("greedy", 1))
+            assert (llm.stats().tier_hits > 0) == has_read
+        assert output.outputs[0].token_ids == computed[0].outputs[0].token_ids
+        assert any((tmp_path / "kv").rglob("0-*"))
+    (tmp_path / "kv").chmod(0o755)
+    with pair.open(15, kv_tier_path="auto") as llm:
+        assert llm.info.kv_tier is None
