@@ -303,13 +303,13 @@ class EngineConfig:
         enable_chunked_prefill: split long prompts over steps. False computes a prompt in a single step (it
             must fit the token budget).
         enable_prefix_caching: reuse the pages of earlier requests for prompts with the same beginning.
-        kv_tier_path: folder for K/V pages that leave memory, of the drafter's context as well. Prompts that begin
-            alike are then read instead of computed, also after a restart and by other servers of this user;
-            outputs are the same. Not on GPUs yet. "auto", the default of `manta serve`: `kv` in Manta's cache
-            folder, where possible; "none": no files. They are users' text in another form, closed to other
-            users. `manta kv-tier clear` deletes them.
-        kv_tier_bytes: largest size of that folder, of all models together; with "auto" at most 5 % of the free
-            disk.
+        kv_tier_path: folder for K/V pages that leave memory, of the drafter's context as well. Prompts that
+            begin alike are then read instead of computed, also after a restart and by other servers of this
+            user; outputs are the same. Not on GPUs yet. "auto", the default of `manta serve`: `kv` in Manta's
+            cache folder, where possible; "none": no files. They are users' text in another form, closed to
+            other users. `manta kv-tier clear` deletes them.
+        kv_tier_bytes: largest size of that folder, of all models together; with "auto" at most 5 % of the
+            free disk.
         page_size: tokens per K/V page; by default 64 on a GPU (256 with flash_attn) and 16 on a CPU. Larger
             pages are read faster, waste more at the ends of sequences, and are shared by fewer prompts.
         kv_cache_memory_bytes: memory of a rank's K/V pools and recurrent states together; derived by default.
