@@ -2,8 +2,8 @@
 
 As many rows as fit a core's cache are packed first; then each panel of the weight is multiplied with all of
 them. With few rows several panels are processed at once, to have enough independent sums to hide the latency
-of an addition. Codes are decoded in registers where a panel is multiplied with few tiles of rows, and
-expanded first where it is multiplied with several; both give the same sums.
+of an addition. Codes are decoded in registers where a panel is multiplied once, and expanded first where it
+is multiplied with several tiles of rows; both give the same sums.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
@@ -32,7 +32,6 @@ from .tiles.simd_vectors import sum_groups
 
 _CACHE_BYTES = 2**18
 _EVEN_ROWS = 12  # a multiple of every CPU kind's highest tile
-_MOST_DECODED = 1  # tiles of rows for which codes are decoded in registers
 SUMS_BYTES = _EVEN_ROWS * SUMS_STRIDE
 _arguments_memory = stack_memory(128)
 
@@ -77,7 +76,7 @@ def project_rows(
             if w.shifts != 0 and summed != form:
                 sum_groups(source, 2 * inputs, row_sums, count, w.groups, inputs // w.groups)
                 summed = form
-            decodes = w.kernel != 0 and parts <= _MOST_DECODED
+            decodes = w.kernel != 0 and parts == 1
             if w.kernel != 0:
                 prepare_panels(w, panel - begin, panels, step, sums)
                 take_codes(a, w, panel - begin, sums)

@@ -89,13 +89,13 @@ class _Codes:
     """`simd_tiles.PairWeights` of codes as they are."""
 
     def __init__(self, code: Code, builder: Any, lines: Sequence[Value]) -> None:
-        self._code, self._builder, self._lines = code, builder, lines
+        self._code, self._builder, self.lines = code, builder, lines
 
     def floats(self, half: int) -> Sequence[Value]:
-        return [_DECODED[self._code](self._builder, line, half) for line in self._lines]
+        return [_DECODED[self._code](self._builder, line, half) for line in self.lines]
 
     def pairs(self) -> Sequence[Value]:
-        return [_pairs(self._builder, self._code, line) for line in self._lines]
+        return [_pairs(self._builder, self._code, line) for line in self.lines]
 
 
 def _pairs(builder: Any, code: Code, line: Value) -> Value:

@@ -61,7 +61,8 @@ from ...cpu_numba.llvm_intrinsics import (
 CHUNK = 64  # consecutive inputs of a packed row
 ROW_BYTES = 4 * CHUNK  # in fp32
 TILE_BYTES = 1024  # of weights: 16 columns, 32 inputs
-_WIDE, _NARROW = (12, {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4}), (6, {1: 4, 2: 2, 3: 2})
+_WIDE, _NARROW = (12, {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4}), (6, {1: 4, 2: 2})
+_MOST_SUMS = 4  # of a narrow tile that leaves registers for what both inputs of a pair are read from
 _ODD = -65536  # mask of an int32's upper half
 # How far ahead weights of a tile are read. The instructions that a core has in flight cover few bytes of
 # codes, or of a weight for many rows, and its own prefetching begins anew in every page of every tile.
@@ -117,7 +118,13 @@ def panels_at_once(context, rows):
 
 
 class PairWeights(Protocol):
-    """Weights of a pair of inputs, of some groups of 16 columns."""
+    """Weights of a pair of inputs, of some groups of 16 columns.
+
+    Attributes:
+        lines: addresses at which `floats` and `pairs` read them.
+    """
+
+    lines: Sequence[Value]
 
     def floats(self, half: int) -> Sequence[Value]:
         """Return those of the first (0) or second (1) input, fp32."""
@@ -134,14 +141,13 @@ class Bf16Weights:
     line_bytes = 64
 
     def __init__(self, builder: Any, lines: Sequence[Value]) -> None:
-        self._builder = builder
-        self._pairs = [load(builder, address, PAIRS) for address in lines]
+        self._builder, self.lines = builder, lines
 
     def floats(self, half: int) -> Sequence[Value]:
-        return [self._builder.bitcast(self._half(pair, half), FLOATS) for pair in self._pairs]
+        return [self._builder.bitcast(self._half(pair, half), FLOATS) for pair in self.pairs()]
 
     def pairs(self) -> Sequence[Value]:
-        return self._pairs
+        return [load(self._builder, address, PAIRS) for address in self.lines]
 
     def _half(self, pair: Value, half: int) -> Value:
         if half:
@@ -228,7 +234,13 @@ class FloatTile(_RegisterTile):
     def add(self, a: Value, weights: PairWeights) -> None:
         """Add the products of two inputs of each row, at `a`, with those of each group of 16 columns."""
         for half in (0, 1):
+            if half and _shape() is _NARROW and self._rows * self._columns > _MOST_SUMS:
+                weights.lines = [self._hidden(address) for address in weights.lines]
             self.add_floats(at(self._builder, a, (half, 4)), ROW_BYTES, weights.floats(half))
+
+    def _hidden(self, address: Value) -> Value:
+        """Return an address from which LLVM reads again what it has read already."""
+        return self._builder.asm(ir.FunctionType(INT64, [INT64]), "", "=r,0", [address], False)
 
 
 class PairTile(_RegisterTile):
