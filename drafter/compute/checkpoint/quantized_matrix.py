@@ -7,9 +7,10 @@
     int5, int6     unsigned integers              value = (code - 16) * scale, (code - 32) * scale
     uint4, 5, 8    unsigned integers              value = code * scale + offset
 
-A scale or an offset is a number, or an integer times a number of a larger block (`BlockedValues`). `dequantized`
-is the definition: a value is computed in fp32 and rounded once to the computing dtype. A backend's product
-with the packed matrix has these values, or unrounded ones (`cpu_fused/tiles/code_tiles.py`).
+A scale or an offset is a number, or an integer times a number of a larger block (`BlockedValues`).
+`dequantized` is the definition: a value is computed in fp32 and rounded once to the computing dtype. A
+backend's product with the packed matrix has these values, or unrounded ones
+(`cpu_fused/tiles/code_tiles.py`).
 
 Legend: O outputs, I inputs, G groups of consecutive inputs of a row that share a scale, B blocks of groups.
 """

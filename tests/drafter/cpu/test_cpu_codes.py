@@ -63,7 +63,7 @@ def test_a_product_is_exact_but_for_fp32_and_has_the_same_bits_among_any_number_
     y = layers[0](x, residual)
     assert y.isfinite().all() and y.float().std() > 0.1
     assert_product(y, x, matrix, bias, residual)
-    for count in range(1, 201):
+    for count in range(1, 201) if inputs < 1000 else (1, 2, 5, 6, 7, 12, 13, 113):
         layer = layers[count % 3]
         assert layer(x[:count], residual[:count]).equal(y[:count]), count
         assert layer(x[-count:], residual[-count:]).equal(y[-count:]), count
@@ -87,7 +87,7 @@ def test_an_embedding_that_shares_the_heads_codes_has_the_rows_of_the_dequantize
 
 
 @pytest.mark.parametrize("name", MATRICES)
-def test_experts_are_close_to_dequantized_ones_and_have_the_same_bits_for_any_number_of_rows(name: str) -> None:
+def test_experts_are_close_to_dequantized_ones_and_do_not_depend_on_the_number_of_rows(name: str) -> None:
     """Routed rows: 5 experts, of which each has a part of up to 40 rows."""
     held = (stack((MATRICES[name](*shape) for _ in range(5)), 5) for shape in ((128, 192), (192, 64)))
     gate_up, down = held

@@ -184,7 +184,7 @@ class _RegisterTile:
         return at(builder, begin, (inside, 2 * self.element_bytes))
 
     def add_floats(self, a: Value, row_bytes: int, weights: Sequence[Value]) -> None:
-        """Add the products of an fp32 of each row, `row_bytes` apart from `a` on, with a weight per column."""
+        """Add the products of an fp32 of each row, `row_bytes` apart from `a`, with weights of columns."""
         builder = self._builder
         for i in range(self._rows):
             value = spread(builder, load(builder, at(builder, a, (i, row_bytes)), INT32))
