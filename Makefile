@@ -118,6 +118,10 @@ chaos: install chaos-serve  ## kill each process of servers, and batch jobs at 2
 chaos-serve: install  ## kill each process of a server under 32 streams; writes docs/operations-deaths.md
 	$(BIN)/python tests/trials serving_chaos docs/operations-deaths
 
+.PHONY: kv-tier
+kv-tier: install  ## count what K/V pages on disk save 32 sessions; kill an engine at 20 points while it saves and reads
+	$(BIN)/python tests/trials kv_tier docs/benchmarks/kv-tier-cpu.json
+
 kernels: install  ## test the GPU kernels in Triton's interpreter, and compile all their shapes
 	MANTA_GRID=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
 

@@ -174,12 +174,14 @@ class RoutedReplica(Replica):
     async def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
         from .gateway.replica_endpoint import ReplicaEndpoint
 
-        host = asyncio.create_task(asyncio.to_thread(listen_host))
         await super().__init__(config, without_gateway_settings(settings))
         self._started_s = int(time.time())
+        tier, node = self._engine.info.kv_tier, ray.get_runtime_context().get_node_id()
+        folder = None if tier is None else tier.folder
+        self._kv_tier = None if folder is None else f"{node}:{folder.path}"
         directory = DirectoryClient(serve.get_replica_context().app_name)
         app = await self.__serve_build_asgi_app__()
-        self._endpoint = ReplicaEndpoint(app, await host, self._describe, directory)
+        self._endpoint = ReplicaEndpoint(app, await asyncio.to_thread(listen_host), self._describe, directory)
         await self._endpoint.open()
 
     @property
@@ -210,6 +212,7 @@ class RoutedReplica(Replica):
             max_requests=max_ongoing_requests(self._config),
             max_model_len=self._engine.info.max_model_len,
             created_s=self._started_s,
+            kv_tier=self._kv_tier,
         )
 
 

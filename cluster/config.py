@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 from .errors import ConfigError, did_you_mean
-from .flag import NO_FLAG, FilePath, Flag, FolderPath, Size
+from .flag import NO_FLAG, FilePath, Flag, Size, folder_or
 from .vllm_settings import accept, accept_speculation
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -303,11 +303,13 @@ class EngineConfig:
         enable_chunked_prefill: split long prompts over steps. False computes a prompt in a single step (it
             must fit the token budget).
         enable_prefix_caching: reuse the pages of earlier requests for prompts with the same beginning.
-        kv_tier_path: folder for K/V pages that leave memory, of the drafter's context as well. A prompt that
-            begins like an earlier one is then read instead of computed, also after a restart and by other
-            servers of this user on the machine; outputs are the same. The files are users' text in another
-            form: the folder is closed to other users. `manta kv-tier clear` empties it.
-        kv_tier_bytes: largest size of that folder, of all models together.
+        kv_tier_path: folder for K/V pages that leave memory, of the drafter's context as well. Prompts that
+            begin alike are then read instead of computed, also after a restart and by other servers of this
+            user; outputs are the same. "auto", the default of `manta serve`: `kv` in Manta's
+            cache folder, where possible; "none": no files. They are users' text in another form, closed to
+            other users. `manta kv-tier clear` deletes them.
+        kv_tier_bytes: largest size of that folder, of all models together; with "auto" at most 5 % of the
+            free disk.
         kv_tier_host_bytes: host memory of each rank for such pages, above the folder or alone; none by
             default. Taken at the start, pinned for a GPU.
         page_size: tokens per K/V page; by default 64 on a GPU (256 with flash_attn) and 16 on a CPU. Larger
@@ -355,7 +357,7 @@ class EngineConfig:
     max_num_batched_tokens: Size | None = None
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
-    kv_tier_path: FolderPath | None = None
+    kv_tier_path: Annotated[str | None, folder_or("auto", "none")] = None
     kv_tier_bytes: Size = 4 * 2**30
     kv_tier_host_bytes: Size | None = None
     page_size: Annotated[int | None, Flag("--block-size --page-size")] = None
@@ -370,6 +372,8 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        if self.kv_tier_path in ("none", ""):
+            object.__setattr__(self, "kv_tier_path", None)
         one_of("dtype", self.dtype, get_args(DType))
         one_of("device", self.device, get_args(DeviceKind))
         one_of("attention_backend", self.attention_backend, get_args(AttentionBackend))

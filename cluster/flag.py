@@ -52,6 +52,12 @@ def absolute_path(text: str) -> str:
     return text if "://" in text else str(Path(text).absolute())
 
 
+def folder_or(*words: str) -> Flag:
+    """Return the flag of a folder that a word, or an empty text, may replace."""
+    metavar = "|".join(("FOLDER", *words))
+    return Flag(metavar=metavar, parser=lambda text: text if text in ("", *words) else absolute_path(text))
+
+
 NO_FLAG = Flag(absent=True)
 Size = Annotated[int, Flag(metavar="SIZE", parser=parse_size)]
 FilePath = Annotated[str, Flag(metavar="FILE", parser=absolute_path)]

@@ -68,6 +68,7 @@ app.add_typer(models, name="models")
 app.add_typer(simulate, name="simulate")
 RenderKind = Literal["kuberay-service", "kuberay-job", "ray-up", "dockerfile", "systemd"]
 SHUTDOWN_TIMEOUT_S = 30.0  # default for a server in a terminal
+KV_TIER = "auto"  # likewise: what `serve deploy` may write on the nodes of a cluster, its config says
 # Any: merged settings and sampling fields are plain data, validated when they become dataclasses.
 
 
@@ -168,7 +169,8 @@ def serve(
 ) -> None:
     """Serve an OpenAI-compatible endpoint with Ray Serve until Ctrl-C; running requests may then finish."""
     file = used_config(flags.pop("config", None), flags.get("model"))
-    settings = {"shutdown_timeout": SHUTDOWN_TIMEOUT_S, **merge_settings(flags, file), **server}
+    defaults = {"shutdown_timeout": SHUTDOWN_TIMEOUT_S, "kv_tier_path": KV_TIER}
+    settings = {**defaults, **merge_settings(flags, file), **server}
     options = ServeOptions(**{**serve_address(file), **where})
     try:
         with StopSignals() as signals:

@@ -74,7 +74,10 @@ async def _deregister(host: RayServeHost) -> None:
 
 
 def listen_host() -> str:
-    """Return loopback if this machine stays the only node, else the node's address."""
+    """Return loopback if this machine stays the only node, else the node's address.
+
+    Called when the models are loaded, so Ray's monitor has reported by then, if it does at all.
+    """
     address = ray.util.get_node_ip_address()
     elsewhere = any(node["Alive"] and node["NodeManagerAddress"] != address for node in ray.nodes())
-    return address if elsewhere or may_grow() else "127.0.0.1"
+    return address if elsewhere or may_grow(wait_s=0.0) else "127.0.0.1"

@@ -40,6 +40,7 @@ class ReplicaRecord:
         state: "failed" when its engine is dead.
         max_requests: requests that it should have at most.
         max_model_len, created_s: for the model's card.
+        kv_tier: name of the files of K/V pages that it reads and writes, equal for replicas that share them.
     """
 
     replica: str
@@ -53,6 +54,7 @@ class ReplicaRecord:
     max_requests: int
     max_model_len: int
     created_s: int
+    kv_tier: str | None = None
 
 
 class Directory:

@@ -212,6 +212,7 @@ class Fleet:
         for record in records:
             if record.names[0] not in self._routers:
                 continue
+            self._routers[record.names[0]].set_tier(record.replica, record.kv_tier)
             if record.replica in self._members:
                 self._members[record.replica].update(record, now_s)
             else:

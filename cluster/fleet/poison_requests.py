@@ -91,15 +91,17 @@ class DeathRecords:
     ) -> Standing:
         """Record a death of `replica` `lived_s` after a request began there as the only suspect (`alone`).
 
-        `key` is the owner of the request's API key, None if deaths are not counted by key.
+        `key` is the owner of the request's API key, None if deaths are not counted by key. A replica dies
+        once: a request that was sent to it again before its death was known has not killed another.
         """
         self._expire()
         self._key_standings.clear()
         record = self._suspects.pop(digest, None) or _Record(0.0, key)
+        is_known = replica in record.replicas
         record.replicas.add(replica)
         record.since_s, record.suspect = self._clock(), True
         record.lived_s = max(record.lived_s, lived_s)
-        if digest in self._poisonous or alone or len(record.replicas) >= MAX_DEATHS:
+        if digest in self._poisonous or (alone and not is_known) or len(record.replicas) >= MAX_DEATHS:
             self._poisonous.pop(digest, None)
             self._poisonous[digest] = record
             _drop_oldest(self._poisonous, self._max_records)

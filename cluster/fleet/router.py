@@ -1,9 +1,13 @@
-"""Chooses a replica for a request: that of its session, one that has cached its prompt, or the least loaded.
+"""Chooses a replica for a request: that of its session, one that has or can read its prompt's K/V, or the
+least loaded.
 
 Decides on numbers only; the caller provides the available replicas and their loads (`actors/gateway/`, and
 simulations). A choice is recorded when it is made. Prompt prefixes that a replica has seen are chains of
 hashes over blocks of their text: an estimate of its prefix cache without its tokens and pages. Hashes are
 only valid in this process.
+
+Replicas with the same tier (`kv_cache/kv_tier.py`) read pages that any of them saved, so what one has seen
+counts for the others, too, but less. Requests of a session stay in its tier when its replica is gone.
 """
 
 from __future__ import annotations
@@ -14,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Reason = Literal["session", "prefix", "load"]
-REASONS: tuple[Reason, ...] = ("session", "prefix", "load")
+Reason = Literal["session", "prefix", "tier", "load"]
 
 # A cached prompt is not worth queueing for: a replica above this load is not considered.
 LOAD_FACTOR = 1.5
@@ -25,11 +28,15 @@ FADING = 0.99
 BLOCK_BYTES = 128  # about two pages of 16 tokens
 MAX_CHAIN = 2048  # blocks; later parts of a prompt do not matter for routing
 MAX_BLOCKS = 1 << 16
+# Of a block that is read from a tier, in blocks that are cached: reading took 0.01 to 0.15 of computing.
+TIER_WORTH = 0.85
+MAX_LEFT_TIERS = 4  # remembered without a replica, which a restart may bring back
+MAX_SESSIONS = 1 << 16  # whose tier is remembered
 
 
 @dataclass(frozen=True, slots=True)
 class RouteChoice:
-    """The chosen replica, the reason, and how many blocks of the prompt it is believed to have cached."""
+    """The chosen replica, the reason, and how many blocks of the prompt it is believed to have or read."""
 
     replica: str
     reason: Reason
@@ -37,11 +44,14 @@ class RouteChoice:
 
 
 class Router:
-    """Routes the requests of one model; remembers `max_blocks` prompt blocks of each replica."""
+    """Routes the requests of one model; remembers `max_blocks` prompt blocks of each replica and tier."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._known: dict[str, PrefixIndex] = {}
+        self._tier_of: dict[str, str] = {}  # by replica
+        self._kept: dict[str, PrefixIndex] = {}  # by tier, those without a replica in the order of their end
+        self._tier_of_session: OrderedDict[int, str] = OrderedDict()  # by hash, least recent first
         self._recent: dict[str, float] = {}  # recently sent requests, decayed, by replica
 
     def choose(
@@ -49,39 +59,91 @@ class Router:
     ) -> RouteChoice:
         """Choose among replicas that can take a request, at least one; `loads` are their current requests.
 
-        Requests of a session go to one replica while it is available and not overloaded. `chain` is the
-        prompt's `hash_chain`.
+        Requests of a session go to one replica while it is available and not overloaded, then to another of
+        its tier. `chain` is the prompt's `hash_chain`.
         """
         minimum = min(loads.values())
         limit = max(LOAD_FACTOR * minimum, minimum + LOAD_SLACK)
         candidates = [replica for replica, load in loads.items() if load <= limit]
-        known = {replica: self._prefixes(replica).match(chain) for replica in candidates}
-        home = None if session is None else rendezvous_replica(session, loads)
-        if home in known:
-            return self._record(RouteChoice(home, "session", known[home]), chain)
-        longest = max(known.values())
-        reason: Reason = "prefix" if longest else "load"
-        best_matches = [replica for replica in candidates if known[replica] == longest]
-        best = min(
-            best_matches, key=lambda replica: (loads[replica], self._recent.get(replica, 0.0), replica)
-        )
-        return self._record(RouteChoice(best, reason, longest), chain)
+        matches = {replica: self._match(replica, chain) for replica in candidates}
+        home = None if session is None else rendezvous_replica(session, self._of_session(session, loads))
+        if home in matches:
+            choice = RouteChoice(home, "session", matches[home].known)
+        else:
+            most = max(match.worth for match in matches.values())
+            best = min(
+                (replica for replica, match in matches.items() if match.worth == most),
+                key=lambda replica: (loads[replica], self._recent.get(replica, 0.0), replica),
+            )
+            choice = RouteChoice(best, matches[best].reason, matches[best].known)
+        self._record(choice.replica, chain, session)
+        return choice
+
+    def set_tier(self, replica: str, tier: str | None) -> None:
+        """Say which tier a replica reads and writes; replicas that share one give the same name."""
+        if tier is None:
+            self._tier_of.pop(replica, None)
+            return
+        self._tier_of[replica] = tier
+        if tier not in self._kept:
+            self._kept[tier] = PrefixIndex(self._max_blocks)
 
     def remove_replica(self, replica: str) -> None:
         self._known.pop(replica, None)
         self._recent.pop(replica, None)
+        if (tier := self._tier_of.pop(replica, None)) is not None:
+            self._kept[tier] = self._kept.pop(tier)
+        left = [tier for tier in self._kept if tier not in self._tier_of.values()]
+        for tier in left[:-MAX_LEFT_TIERS]:
+            del self._kept[tier]
+
+    def _match(self, replica: str, chain: Sequence[int]) -> _Match:
+        cached, tier = self._prefixes(replica).match(chain), self._tier_of.get(replica)
+        return _Match(cached, 0 if tier is None else max(self._kept[tier].match(chain) - cached, 0))
+
+    def _of_session(self, session: str, replicas: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the replicas of the tier that had the session last; all if there are none."""
+        tier = self._tier_of_session.get(hash(session))
+        there = {name: load for name, load in replicas.items() if tier and self._tier_of.get(name) == tier}
+        return there or replicas
 
     def _prefixes(self, replica: str) -> PrefixIndex:
         if replica not in self._known:
             self._known[replica] = PrefixIndex(self._max_blocks)
         return self._known[replica]
 
-    def _record(self, choice: RouteChoice, chain: Sequence[int]) -> RouteChoice:
-        self._prefixes(choice.replica).add(chain)
-        for replica in self._recent:
-            self._recent[replica] *= FADING
-        self._recent[choice.replica] = self._recent.get(choice.replica, 0.0) + 1.0
-        return choice
+    def _record(self, replica: str, chain: Sequence[int], session: str | None) -> None:
+        self._prefixes(replica).add(chain)
+        if (tier := self._tier_of.get(replica)) is not None:
+            self._kept[tier].add(chain)
+        if session is not None and tier is not None:
+            self._tier_of_session[hash(session)] = tier
+            self._tier_of_session.move_to_end(hash(session))
+            if len(self._tier_of_session) > MAX_SESSIONS:
+                self._tier_of_session.popitem(last=False)
+        for each in self._recent:
+            self._recent[each] *= FADING
+        self._recent[replica] = self._recent.get(replica, 0.0) + 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """Blocks of a prompt that a replica is believed to have cached, and those behind them in its tier."""
+
+    cached: int
+    kept: int
+
+    @property
+    def known(self) -> int:
+        return self.cached + self.kept
+
+    @property
+    def worth(self) -> float:
+        return self.cached + TIER_WORTH * self.kept
+
+    @property
+    def reason(self) -> Reason:
+        return "tier" if self.kept else "prefix" if self.cached else "load"
 
 
 def rendezvous_replica(session: str, replicas: Mapping[str, object]) -> str:

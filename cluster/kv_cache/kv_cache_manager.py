@@ -22,6 +22,7 @@ pairs that get or free pages, M pages that they get or free.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import chain, compress
 from typing import NamedTuple
@@ -47,6 +48,38 @@ class PageTableUpdates(NamedTuple):
     pages: IntArray
 
 
+class GroupPages:
+    """A group's pages for a tier below (`kv_tier.py`), which holds them like a sequence while they move."""
+
+    def __init__(self, group: int, cache: PrefixCache, pool: PagePool) -> None:
+        self._group, self._cache, self._pool = group, cache, pool
+        self.held = Counter[int]()
+
+    def page_of(self, digest: bytes) -> int | None:
+        return self._cache.page_of(self._group, digest)
+
+    def num_computed(self, index: int) -> int:
+        """Return how many pages are computed again without page `index`."""
+        return 1
+
+    def hold_new(self) -> int:
+        """Return a free page without content, which is held."""
+        (page,) = self._pool.allocate(1)
+        self.held[page] += 1
+        return page
+
+    def hold(self, pages: list[int]) -> None:
+        self._pool.touch(pages)
+        self.held.update(pages)
+
+    def insert(self, digest: bytes, page: int) -> None:
+        self._cache.insert(self._group, [(digest, page)])
+
+    def drop(self, pages: list[int]) -> None:
+        self.held.subtract(pages)
+        self._pool.release(pages)
+
+
 class KVCacheManager:
     """Manages pages and page tables; the workers' page tables follow through the plans."""
 
@@ -65,8 +98,9 @@ class KVCacheManager:
                 config.num_states, config.num_slots, self.page_size, saves=saves
             )
         self.cache = PrefixCache(self.pools, self.groups, self.page_size, self.states)
-        # how often pages are held for moves, by pool
-        self._held_P = [np.zeros(pool.num_pages, dtype=np.int32) for pool in self.pools]
+        self._group_pages = tuple(
+            GroupPages(number, self.cache, self.pools[group.pool]) for number, group in enumerate(self.groups)
+        )
         shape = (len(self.groups), config.num_slots, pages_for(config.max_model_len, self.page_size))
         self.table_GSP = np.zeros(shape, dtype=np.int32)
         self.first_GS = np.zeros(shape[:2], dtype=np.int32)
@@ -76,6 +110,11 @@ class KVCacheManager:
         self._num_groups_of = [sum(g.pool == p for g in self.groups) for p in range(len(self.pools))]
         self._windows = [(g, group.window) for g, group in enumerate(self.groups) if group.window is not None]
         self._new_entries: list[IntArray] = []  # [4, M] each, of the plan being made
+
+    @property
+    def movable(self) -> tuple[GroupPages | RecurrentStateManager, ...]:
+        """What moves to and from a tier below: the pages of each group, then states if there are any."""
+        return self._group_pages if self.states is None else (*self._group_pages, self.states)
 
     @property
     def has_windows(self) -> bool:
@@ -107,7 +146,7 @@ class KVCacheManager:
     @property
     def has_state(self) -> bool:
         """Whether there is a state for a sequence that enters, if it needs one."""
-        return self.states is None or self.states.can_admit
+        return self.states is None or self.states.num_available > 0
 
     def can_admit(self, hit: PrefixHit, num_tokens: int, num_running: int) -> bool:
         """Return whether a sequence can enter and leave every running one a page to grow in every group."""
@@ -267,22 +306,6 @@ class KVCacheManager:
         if self.states is not None:
             self.states.free(slot)
 
-    # A page moves to or from a tier below (`kv_tier.py`), which holds it meanwhile like a sequence.
-
-    def hold_new_page(self, group: int) -> int:
-        """Return a free page without content, which is held."""
-        (page,) = self._pool_of[group].allocate(1)
-        self._held_P[self.groups[group].pool][page] += 1
-        return page
-
-    def hold_pages(self, group: int, pages: list[int]) -> None:
-        self._pool_of[group].touch(pages)
-        self._held_P[self.groups[group].pool][pages] += 1
-
-    def drop_pages(self, group: int, pages: list[int]) -> None:
-        self._held_P[self.groups[group].pool][pages] -= 1
-        self._pool_of[group].release(pages)
-
     def pages(self, group: int, slot: int) -> list[int]:
         return self.table_GSP[group, slot, self.first_GS[group, slot] : self.end_GS[group, slot]].tolist()
 
@@ -291,7 +314,9 @@ class KVCacheManager:
         self.cache.check_invariants()
         if self.states is not None:
             self.states.check_invariants(table.sequences)
-        uses = [held_P.copy() for held_P in self._held_P]
+        uses = [np.zeros(pool.num_pages, dtype=np.int32) for pool in self.pools]
+        for group, pages in zip(self.groups, self._group_pages, strict=True):
+            np.add.at(uses[group.pool], list(pages.held.elements()), 1)
         group_of: dict[tuple[int, int], int] = {}
         for slot in table.sequences:
             for g, group in enumerate(self.groups):

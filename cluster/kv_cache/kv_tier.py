@@ -2,8 +2,8 @@
 
 A page of the tier holds what a page of the cache does, for target and drafter alike, so a page that is read
 becomes an ordinary page of the prefix cache, and a request that finds it drafts as well as if it had computed
-it. The tier is host memory, of which this module decides what is where, files, or both. Nothing here is on a
-step's path:
+it. So does a saved state of recurrent layers; here it is a page of one more group. The tier is host memory,
+of which this module decides what is where, files, or both. Nothing here is on a step's path:
 
     a request leaves ─▶ its chain of pages is remembered ─▶ saved while the engine is idle, or when blank
                                                             pages run short and kept ones are evicted soon
@@ -84,12 +84,14 @@ class _Read:
     """Pages on their way into the cache, for a sequence that waits until `until_s`.
 
     Attributes:
+        num_pages: by which the cached prefix gets longer.
         held: pages, by group, of the prefix that the cache already has, which must stay there.
         followers: sequences that lack the same pages. They wait as well, and are looked up then.
         is_awaited: whether a sequence waits.
     """
 
     transfer: PageTransfer
+    num_pages: int
     held: tuple[list[int], ...]
     sequence: Sequence
     until_s: float
@@ -156,7 +158,7 @@ class KVTier(NoTier):
 
         While they are saved they are not free; so they are few where few are.
         """
-        cache, pages = self._manager.cache, list[MovedPage]()
+        pages = list[MovedPage]()
         num_free = min(pool.num_free for pool in self._manager.pools)
         num_affordable = min(_BYTES_PER_SAVE // sum(self._info.page_bytes), num_free // _FREE_PER_SAVED)
         maximum = max(min(_PAGES_PER_SAVE, num_affordable), 1)
@@ -167,8 +169,8 @@ class KVTier(NoTier):
             self._num_saved += 1
             if now_s - self._recent.get(digest, -_SAVED_AGAIN_S) < _SAVED_AGAIN_S:
                 continue
-            for group in range(len(self._manager.groups)):
-                if (page := cache.page_of(group, digest)) is not None:
+            for group, kept in enumerate(self._manager.movable):
+                if (page := kept.page_of(digest)) is not None:
                     pages += self._page_to_save(group, digest, page, index, now_s)
             if len(self._recent) >= _MAX_RECENT:
                 self._recent.clear()
@@ -186,16 +188,20 @@ class KVTier(NoTier):
             yield MovedPage(group, digest, page, keep_s, place)
 
     def _keep_s(self, group: int, index: int) -> float:
-        size = self._info.page_bytes[group]
-        seconds_per_byte = self._row_s * self._manager.page_size / size
+        num_tokens = self._manager.movable[group].num_computed(index) * self._manager.page_size
+        seconds_per_byte = self._row_s * num_tokens / self._info.page_bytes[group]
         return min(_KEEP_S * seconds_per_byte, _LONGEST_KEEP_S) - _ORDER_S * index
 
     @property
     def _evicts_soon(self) -> bool:
         """Whether kept pages will be evicted soon, and there are enough free ones to save some meanwhile."""
-        pools = self._manager.pools
+        pools, states = self._manager.pools, self._manager.states
         is_short = any(pool.num_blank < _BLANK_SHARE * pool.num_pages for pool in pools)
-        return is_short and all(pool.num_free >= _FREE_PER_SAVED for pool in pools)
+        can_save = all(pool.num_free >= _FREE_PER_SAVED for pool in pools)
+        if states is not None:
+            is_short |= states.num_blank < _BLANK_SHARE * states.num_states
+            can_save &= states.num_available > 1
+        return is_short and can_save
 
     # A request waits.
 
@@ -219,7 +225,9 @@ class KVTier(NoTier):
 
     def _has_room(self, num_tokens: int, num_running: int) -> bool:
         """Whether sequences of so many tokens could enter, without a page less for those that run."""
-        no_hit = self._manager.cache.no_hit
+        states, no_hit = self._manager.states, self._manager.cache.no_hit
+        if states is not None and states.num_available <= 1 + len(self._reads):
+            return False
         return self._manager.can_admit(no_hit, num_tokens, num_running + len(self._reads))
 
     def _read_for(self, sequence: Sequence, now_s: float) -> None:
@@ -237,17 +245,17 @@ class KVTier(NoTier):
                 break
         else:
             return
-        for group, held in enumerate(hit.pages):
-            manager.hold_pages(group, held)
+        for kept, held in zip(manager.movable, hit.pages, strict=False):
+            kept.hold(held)
         pages = [self._page_to_read(*place, now_s) for place in missing]
         transfer = self._transfer(pages, loads=True)
         wait_s = min(compute_s, _LONGEST_WAIT_S) if self._row_s else _UNKNOWN_WAIT_S
-        self._reads[transfer.number] = _Read(transfer, hit.pages, sequence, now_s + wait_s)
+        self._reads[transfer.number] = _Read(transfer, num_pages, hit.pages, sequence, now_s + wait_s)
         sequence.is_read_for = True
         self._to_begin.append(transfer)
 
     def _page_to_read(self, index: int, group: int, digest: bytes, now_s: float) -> MovedPage:
-        page, keep_s = self._manager.hold_new_page(group), self._keep_s(group, index)
+        page, keep_s = self._manager.movable[group].hold_new(), self._keep_s(group, index)
         return MovedPage(group, digest, page, keep_s, self._host[group].begin_read(digest, now_s + keep_s))
 
     def _is_in_host(self, group: int, digest: bytes) -> bool:
@@ -297,7 +305,7 @@ class KVTier(NoTier):
             and (save := self._next_save(now_s)) is not None
         ):
             for moved in save.pages:
-                self._manager.hold_pages(moved.group, [moved.page])
+                self._manager.movable[moved.group].hold([moved.page])
             self._save = save
             begun.append(save)
         return begun
@@ -305,26 +313,26 @@ class KVTier(NoTier):
     def on_moved(self, done: PagesMoved) -> None:
         if self._save is not None and done.number == self._save.number:
             for page, has_moved in zip(self._save.pages, done.moved, strict=True):
-                self._manager.drop_pages(page.group, [page.page])
+                self._manager.movable[page.group].drop([page.page])
                 if page.place is not None:
                     self._host[page.group].end_write(page.digest, has_moved=has_moved)
                 if not has_moved:
                     self._recent.pop(page.digest, None)
             self._save = None
             return
-        read = self._reads.pop(done.number)
+        read, movable = self._reads.pop(done.number), self._manager.movable
         pages = read.transfer.pages
         for page, has_moved in reversed([*zip(pages, done.moved, strict=True)]):  # the last is evicted first
             if has_moved and not self._is_stopped:
-                self._manager.cache.insert(page.group, [(page.digest, page.page)])
-            self._manager.drop_pages(page.group, [page.page])
+                movable[page.group].insert(page.digest, page.page)
+            movable[page.group].drop([page.page])
             if page.place is not None:
                 self._host[page.group].end_read(page.digest)
-        for group, held in enumerate(read.held):
-            self._manager.drop_pages(group, held)
+        for kept, held in zip(movable, read.held, strict=False):
+            kept.drop(held)
         read.let_enter()
         if all(done.moved):
-            read.sequence.num_read_tokens = len({page.digest for page in pages}) * self._manager.page_size
+            read.sequence.num_read_tokens = read.num_pages * self._manager.page_size
         self._measure_read(pages, done.seconds)
 
     def on_completed(self, plan: SchedulerOutput, timings: StepTimings) -> None:

@@ -45,7 +45,8 @@ from ..step.scheduler_output import IntArray
 from .recurrent_state_manager import RecurrentStateManager
 
 DIGEST_BYTES = 16
-Has = Callable[[int, bytes], bool]  # whether a group's page with this digest is there
+# Whether a group's page with this digest is there; for the number of groups, the state at the page's end.
+Has = Callable[[int, bytes], bool]
 _SAMPLE_SIZE = 512  # sampled pages per pool, approximately
 
 
@@ -192,10 +193,7 @@ class PrefixCache:
 
     def match(self, digests: list[bytes]) -> PrefixHit:
         """Return the longest cached prefix. Its pages may be free: `touch` them before allocating."""
-        held = self._holds
-        shared = count = self._shorten_to_windows(digests, self._match_full(digests, held), held)
-        if self._states is not None:
-            count = self._shorten_to_states(digests, count, self._states)
+        shared, count = self._longest(digests, self._holds)
         firsts = [group.first_page(count * self._page_size, self._page_size) for group in self._groups]
         pages = [
             [page_of[digest] for digest in digests[first:count]]
@@ -204,25 +202,36 @@ class PrefixCache:
         return PrefixHit(count, tuple(pages), shared)
 
     def missing(self, digests: list[bytes], is_elsewhere: Has) -> list[tuple[int, int, bytes]]:
-        """Return the pages to get from elsewhere for the longest prefix: index, group, digest, by index.
+        """Return what to get from elsewhere for the longest prefix: index, group (as in `Has`), digest.
 
-        For targets without recurrent layers.
+        By index, so the last one is of the last page that is missing.
         """
 
         def can_get(group: int, digest: bytes) -> bool:
             return self._holds(group, digest) or is_elsewhere(group, digest)
 
-        count = self._shorten_to_windows(digests, self._match_full(digests, can_get), can_get)
+        _, count = self._longest(digests, can_get)
+        firsts = [group.first_page(count * self._page_size, self._page_size) for group in self._groups]
+        if self._states is not None:
+            firsts.append(count - 1)
         return [
             (index, g, digests[index])
             for index in range(count)
-            for g, group in enumerate(self._groups)
-            if index >= group.first_page(count * self._page_size, self._page_size)
-            and digests[index] not in self._page_of[g]
+            for g, first in enumerate(firsts)
+            if index >= first and not self._holds(g, digests[index])
         ]
 
     def _holds(self, group: int, digest: bytes) -> bool:
+        if self._states is not None and group == len(self._groups):
+            return digest in self._states.saved
         return digest in self._page_of[group]
+
+    def _longest(self, digests: list[bytes], has: Has) -> tuple[int, int]:
+        """Return the length of the longest prefix that is there, without and with the need of a state."""
+        shared = count = self._shorten_to_windows(digests, self._match_full(digests, has), has)
+        if self._states is not None:
+            count = self._shorten_to_states(digests, count, has)
+        return shared, count
 
     def _match_full(self, digests: list[bytes], has: Has) -> int:
         """Return the length of the longest prefix that every group without a window has."""
@@ -249,11 +258,15 @@ class PrefixCache:
                     count, complete = gap, False
         return count
 
-    def _shorten_to_states(self, digests: list[bytes], count: int, states: RecurrentStateManager) -> int:
+    def _shorten_to_states(self, digests: list[bytes], count: int, has: Has) -> int:
         """Return the longest prefix of at most `count` pages that ends in a state and has its windows."""
-        while (shorter := states.longest_prefix(digests, count)) != count:
-            count = self._shorten_to_windows(digests, shorter, self._holds)
+        while (shorter := self._last_state(digests, count, has)) != count:
+            count = self._shorten_to_windows(digests, shorter, has)
         return count
+
+    def _last_state(self, digests: list[bytes], count: int, has: Has) -> int:
+        states = len(self._groups)
+        return next((n for n in range(count, 0, -1) if has(states, digests[n - 1])), 0)
 
     def insert(self, group: int, pages: Iterable[tuple[bytes, int]]) -> None:
         """Insert full pages. For content that is already cached the older page remains."""

@@ -11,6 +11,8 @@ layers of its group. Ids only, no memory. A state is free or in one of three use
     free ──enter──▶ live ──leave──▶ free            allocated from free states,
       └────ask────▶ asked ──settle──▶ saved ──▶     else the least recently used saved one
 
+While a state moves to or from a tier below (`kv_tier.py`), it is held and has no other owner.
+
 So saved states use spare memory, and no running sequence ever waits for them. Pages can match any prefix,
 states only prefixes where one was saved: a hit ends at a saved state, and the rest is computed again. States
 are saved only at the end of a page (`_save_positions`):
@@ -61,13 +63,21 @@ class RecurrentStateManager:
         self._live: dict[int, int] = {}  # by slot, as are the next two
         self._planned: dict[int, list[_PlannedSave]] = {}
         self._moving: dict[int, bytes] = {}  # digest of the slot's moving state in `saved`
+        self._held: set[int] = set()  # by moves to or from a tier
+        self._held_alone: set[int] = set()  # of these, those that are not saved, and free afterwards
         # Positions at which a slot's sequence is saved, in addition to periodic ones; 0 for none.
         self._branch_S = np.zeros(num_slots, dtype=np.int32)
         self._prompt_end_S = np.zeros(num_slots, dtype=np.int32)
 
     @property
-    def can_admit(self) -> bool:
-        return bool(self._free or self.saved)
+    def num_available(self) -> int:
+        """Number of states that can be allocated."""
+        return len(self._free) + len(self.saved) - len(self._held - self._held_alone)
+
+    @property
+    def num_blank(self) -> int:
+        """Number of states that hold nothing."""
+        return len(self._free)
 
     @property
     def usage(self) -> float:
@@ -75,16 +85,12 @@ class RecurrentStateManager:
 
     # A sequence enters, runs and leaves.
 
-    def longest_prefix(self, digests: list[bytes], num_pages: int) -> int:
-        """Return the longest prefix of at most `num_pages` pages with a saved state; 0 if none."""
-        return next((n for n in range(num_pages, 0, -1) if digests[n - 1] in self.saved), 0)
-
     def admit(
         self, slot: int, digests: list[bytes], num_pages: int, num_shared: int, num_tokens: int
     ) -> StateEntry:
-        """Allocate a state; the caller has checked `can_admit`.
+        """Allocate a state; the caller has checked `num_available`.
 
-        The sequence begins after the `num_pages` cached pages that `longest_prefix` found; `num_shared` pages
+        The sequence begins after `num_pages` cached pages, at whose end a state is saved; `num_shared` pages
         of it have been computed before.
         """
         source = None
@@ -153,12 +159,53 @@ class RecurrentStateManager:
         """Free the state of a prefix after its last page is gone."""
         state = self.saved.pop(digest, None)
         if state is not None:
-            self._free.append(state)
+            self._release(state)
 
     def clear(self) -> None:
-        self._free.extend(self.saved.values())
+        for state in self.saved.values():
+            self._release(state)
         self.saved.clear()
         self._moving.clear()
+
+    def _release(self, state: int) -> None:
+        """Free a state that is not saved any more, if need be when it has moved."""
+        if state in self._held:
+            self._held_alone.add(state)
+        else:
+            self._free.append(state)
+
+    # A state moves to or from a tier below, like a page of `kv_cache_manager.GroupPages`.
+
+    def page_of(self, digest: bytes) -> int | None:
+        """Return the state at the end of this page, if it is saved."""
+        return self.saved.get(digest)
+
+    def num_computed(self, index: int) -> int:
+        """Return how many pages are computed again without the state at the end of page `index`."""
+        return index + 1
+
+    def hold_new(self) -> int:
+        state = self._allocate()
+        assert state is not None, "the caller has checked `num_available`"
+        self._held.add(state)
+        self._held_alone.add(state)
+        return state
+
+    def hold(self, states: list[int]) -> None:
+        self._held.update(states)
+
+    def insert(self, digest: bytes, state: int) -> None:
+        """Save a held state as that of a prefix; if it has one already, that one remains."""
+        if digest not in self.saved:
+            self.saved[digest] = state
+            self._held_alone.remove(state)
+
+    def drop(self, states: list[int]) -> None:
+        for state in states:
+            self._held.remove(state)
+            if state in self._held_alone:
+                self._held_alone.remove(state)
+                self._free.append(state)
 
     def _plan_saves_of(self, slot: int, first: int, end: int) -> list[_PlannedSave]:
         """Return states for the positions that a sequence passes, including those of steps in flight."""
@@ -186,8 +233,10 @@ class RecurrentStateManager:
 
     def _next_moving(self, slot: int) -> int | None:
         """Return the sequence's moving state if it was not evicted, else a new one."""
-        state = self.saved.pop(self._moving.pop(slot, b""), None)
-        return self._allocate() if state is None else state
+        digest = self._moving.pop(slot, b"")
+        if digest not in self.saved or self.saved[digest] in self._held:
+            return self._allocate()
+        return self.saved.pop(digest)
 
     def _save(self, slot: int, planned: _PlannedSave, digest: bytes) -> None:
         if digest in self.saved:  # already saved by another sequence
@@ -201,16 +250,22 @@ class RecurrentStateManager:
     def _allocate(self) -> int | None:
         if self._free:
             return self._free.pop()
-        if self.saved:
-            return self.saved.popitem(last=False)[1]
-        return None
+        oldest = next((digest for digest, state in self.saved.items() if state not in self._held), None)
+        return None if oldest is None else self.saved.pop(oldest)
 
     def check_invariants(self, slots: Iterable[int]) -> None:
         """Assert that each state is in exactly one use, and that each running sequence (by slot) has one."""
         assert self._live.keys() == set(slots), "running sequences and live states do not match"
         assert self._planned.keys() <= self._live.keys(), "a state is requested for no running sequence"
         planned = [each.state for states in self._planned.values() for each in states]
-        all_states = [*self._free, *self._live.values(), *planned, *self.saved.values()]
+        all_states = [
+            *self._free,
+            *self._live.values(),
+            *planned,
+            *self.saved.values(),
+            *self._held_alone,
+        ]
+        assert self._held_alone <= self._held <= self._held_alone | set(self.saved.values())
         assert sorted(all_states) == list(range(self.num_states)), "a state is lost, or has two owners"
         positions = [[each.position for each in states] for states in self._planned.values()]
         assert all(len(set(each)) == len(each) for each in positions), "a state is requested twice"

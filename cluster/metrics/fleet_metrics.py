@@ -15,7 +15,7 @@ GATEWAY_CATALOGUE: tuple[Metric, ...] = (
     counter(
         "manta:gateway_requests",
         "requests",
-        "Requests sent to a replica, by the reason for the choice: session, prefix or load.",
+        "Requests sent to a replica, by the reason for the choice: session, prefix, tier or load.",
         "reason",
         shared=_GATEWAY,
     ),

@@ -23,6 +23,7 @@ import os
 import re
 import stat
 import struct
+import tempfile
 import time
 import zlib
 from collections.abc import Generator, Iterator, Sequence
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ..disk_cache import cache_folder
 from ..errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -58,11 +60,20 @@ class PageFolder:
         return self.file(group, digest).exists()
 
 
+def default_tier() -> Path:
+    """Return the folder that kv_tier_path "auto" means; it may not exist yet."""
+    return cache_folder() / "kv"
+
+
 def open_tier(path: Path) -> None:
-    """Create the folder of all subjects, for its owner alone. Raises ConfigError if others can use it."""
+    """Create the folder of all subjects, for its owner alone.
+
+    Raises ConfigError if it cannot be written, or others can use it.
+    """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.stat()
+        tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise ConfigError(
             f"kv_tier_path={str(path)!r} is not usable: {error.strerror}. Give a folder of this user.",
@@ -153,7 +164,7 @@ class PageFiles:
         return True
 
     def _make_room(self, size: int) -> None:
-        """Delete the files that are worth least, if `size` bytes more may exceed the folder's bound."""
+        """Delete unfinished files, and those worth least if `size` bytes more may exceed the bound."""
         self._num_uncounted += size
         if self._num_uncounted <= _SHARE_UNCOUNTED * self._max_bytes:
             return
@@ -162,7 +173,7 @@ class PageFiles:
             files = sorted(_files(self._tier), key=lambda file: file.worth_s)
             excess = sum(file.size for file in files) + size - int(_SHARE_LEFT * self._max_bytes)
             for file in files:
-                if excess <= 0:
+                if excess <= 0 and file.worth_s > 0.0:
                     break
                 with suppress(FileNotFoundError):
                     file.path.unlink()
@@ -177,7 +188,7 @@ class _File(NamedTuple):
 
 
 def _files(tier: Path) -> Iterator[_File]:
-    """Yield all pages, and files that a dead process did not finish."""
+    """Yield all pages, and files that a dead process did not finish, which are worth nothing."""
     torn_before_s = time.time() - _TORN_AFTER_S
     for folder, _, names in os.walk(tier):
         if folder == str(tier):

@@ -36,9 +36,9 @@ class KVTierInfo:
 class MovedPage(NamedTuple):
     """A page to move; `keep_s` is added to the time at which it was last used, for its worth in the tier."""
 
-    group: int
+    group: int  # the number of groups: it is the recurrent state at the end of a page
     digest: bytes
-    page: int  # id in the group's pool
+    page: int  # id in the group's pool, or of a state
     keep_s: float
     place: int | None = None  # in host memory, among the group's; None: only to or from a file
 

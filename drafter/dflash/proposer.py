@@ -32,7 +32,7 @@ class DFlashProposer:
     """A drafter with its pages; `operators` sample the drafts.
 
     While no request drafts, the context of several steps is written at once, in the order of the steps, and
-    at the latest before the next block.
+    at the latest before the next block, or before pages move (`settle`).
     """
 
     def __init__(
@@ -49,6 +49,11 @@ class DFlashProposer:
         """Return a proposer with another drafter of the same shape over the same pages."""
         return DFlashProposer(drafter, self.cache, self._operators)
 
+    @property
+    def kept_by_page(self) -> tuple[Tensor, ...]:
+        """All that is kept of the tokens in a page: [A, P + 1, ...] each."""
+        return (self.cache.kv,)
+
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
         """Return drafts and margins [R, K]; K = 0 if no request drafts."""
         config = self.drafter.config
@@ -56,7 +61,7 @@ class DFlashProposer:
         self._drafts = block is not None
         if block is None:
             return Proposals.none(plan.num_requests, states.device)
-        self._write_deferred()
+        self.settle()
         hidden_XH = self.drafter.block_hidden(block, self.cache)
         proposals = self._choose(hidden_XH, block, for_trees=plan.tree is not None)
         if self.drafter.confidence_head is None:
@@ -95,9 +100,10 @@ class DFlashProposer:
         self._deferred.append((taps_NmH, rows))
         self._num_deferred += len(taps_NmH)
         if self._drafts or self._num_deferred > _DEFERRED_ROWS:
-            self._write_deferred()
+            self.settle()
 
-    def _write_deferred(self) -> None:
+    def settle(self) -> None:
+        """Write what is deferred."""
         if not self._deferred:
             return
         (taps_NmH, rows), *others = self._deferred

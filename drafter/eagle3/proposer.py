@@ -103,6 +103,14 @@ class ChainProposer:
         """Return a proposer with another drafter of the same shape over the same pages."""
         return ChainProposer(drafter, self.cache, self._operators, self._features_PH)
 
+    @property
+    def kept_by_page(self) -> tuple[Tensor, ...]:
+        """All that is kept of the tokens in a page: [A, P + 1, ...] each."""
+        return self.cache.kv, self._features_PH[None]
+
+    def settle(self) -> None:
+        """Nothing is deferred."""
+
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
         """Return drafts and margins [R, K]; K = 0 if no request drafts."""
         pages_R = torch.from_numpy(states.pages_before(plan, self.cache.group(0))).to(states.device)

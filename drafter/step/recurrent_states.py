@@ -16,6 +16,8 @@ Legend: S slots of requests, Z states, R requests of a step, B admitted requests
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ...cluster.step.scheduler_output import BoolArray, SchedulerOutput, StateSaves
 from ..compute.memory.recurrent_state_cache import Save, StateMemory, StateRows
@@ -33,6 +35,11 @@ class RecurrentStates:
         self._memory = memory
         self._state_S = np.zeros(num_slots, dtype=np.int64)
         self._positions_Z = np.zeros(memory.num_slots, dtype=np.int64)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that a state is, [A, Z, ...] each: its memory, and its number of tokens."""
+        return *self._memory.tensors, torch.from_numpy(self._positions_Z)[None, :, None]
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Initialize the states of admitted requests with zeros or a copy."""

@@ -86,7 +86,8 @@ def _serve(pair: DemoPair, log: Path) -> list[dict[bool, ChatAnswer]]:
     _title("1. Serve the pair over HTTP, and ask")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = ["serve", *_models(pair), "--port", str(port)]
+    # Without prompts of earlier demos: both modes compute theirs.
+    command = ["serve", *_models(pair), "--port", str(port), "--kv-tier-path", "none"]
     with serving(command, url, log), ServerClient(url, ANSWER_TIMEOUT_S) as client:
         return [_ask(client, pair, number) for number in range(len(pair.questions))]
 

@@ -125,10 +125,12 @@ def describe_models(config: EngineConfig, settings: ServerSettings) -> Iterator[
     """Validate a model and yield lines about it before it is loaded."""
     from ...actors.chat.chat_model import ChatModel
     from ...actors.targets.loading.backend_selection import COMPILES, compiles_loops
+    from ...actors.targets.loading.kv_tier import describe_tier, with_tier
+    from ...actors.targets.model.tensor_parallel import SingleRank
     from ..common.model_check import check_model
 
     model = check_model(config, generation_config=settings.generation_config)
-    resolved = model.resolved
+    resolved = with_tier(model.resolved, SingleRank())
     ChatModel.of(
         model.tokenizer,
         tool_call_parser=settings.tool_call_parser,
@@ -151,6 +153,8 @@ def describe_models(config: EngineConfig, settings: ServerSettings) -> Iterator[
         drafts = resolved.num_speculative_tokens
         source = _source(resolved.drafter_folder)
         yield f"drafter: {source} ({as_size(drafter_size)}), up to {drafts} drafts a step"
+    if resolved.config.kv_tier_path is not None:
+        yield describe_tier(resolved)
     yield from resolved.doubts
     kind = resolved.device.type
     seconds = START_S.get(kind, START_S["cuda"]) + size / BYTES_PER_S

@@ -232,10 +232,11 @@ def start_server(
         report(warning)
     server = Server(options, settings, environment, forks, report=report)
     try:
-        in_thread(_import)
+        imported = in_thread(_import)
         if existing:
             with counting(f"connecting to Ray at {existing}", report):
                 _ray(options, forks)
+            imported.result()  # two threads that import ray.serve at once may see parts of it
             _check_address(options)
             app = _application(models)
         else:

@@ -15,7 +15,7 @@ from manta.jobs.common.stop_signals import Stopped, StopSignals
 
 from . import speed_bench
 from .batch import soak_batch
-from .engine import adapt
+from .engine import adapt, kv_tier
 from .options import CompareOptions, CouplingOptions, PolicySweepOptions, ServeTaxOptions
 from .serving import soak_serve
 
@@ -126,6 +126,7 @@ def widen(
 
 
 app.command("adapt")(adapt.main)
+app.command("kv-tier")(kv_tier.main)
 app.command("speed-bench")(speed_bench.main)
 app.command("soak-batch")(soak_batch.main)
 app.command("soak-serve")(soak_serve.main)

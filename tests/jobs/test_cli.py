@@ -209,6 +209,59 @@ def test_flags_override_the_file_and_keys_in_a_file_are_refused(
     assert code == 1 and "api_key_file" in said and "hidden" not in said and len(requested) == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "in_file", "wanted"),
+    [
+        ([], "", "auto"),
+        ([], "kv_tier_path: null", None),
+        ([], "kv_tier_path: none", None),
+        ([], "kv_tier_path: /there", "/there"),
+        (["--kv-tier-path", "none"], "", None),
+        (["--kv-tier-path", ""], "kv_tier_path: /there", None),
+        (["--kv-tier-path", "auto"], "kv_tier_path: none", "auto"),
+        (["--kv-tier-path", "there"], "", str(Path("there").absolute())),
+    ],
+)
+def test_only_a_server_keeps_pages_in_the_default_folder_unless_it_is_told_otherwise(
+    flags: list[str],
+    in_file: str,
+    wanted: str | None,
+    serve_config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    requested: list[dict[str, object]] = []
+
+    def start(settings: dict[str, object], *_: object, **__: object) -> None:
+        requested.append(settings)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr("manta.jobs.serve.server.start_server", start)
+    serve_config.write_text(f"{SERVE_CONFIG}      {in_file}\n")
+    run(capsys, "serve", "--config", str(serve_config), *flags)
+    assert engine_config(requested[0]).kv_tier_path == wanted
+    of_others = engine_config(merge_settings({}, serve_config)).kv_tier_path
+    assert of_others == ("/there" if "/there" in in_file else None)
+
+
+def test_kv_tier_clear_deletes_the_pages_of_the_default_folder_or_of_a_given_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MANTA_CACHE_DIR", str(tmp_path))
+    for given, folder in (([], tmp_path / "kv"), ([str(tmp_path / "mine")], tmp_path / "mine")):
+        page = folder / "subject" / "0" / f"0-{'a' * 32}"
+        page.parent.mkdir(parents=True)
+        page.write_bytes(bytes(2**20))
+        for size in ("1.0", "0.0"):
+            with pytest.raises(SystemExit) as ended:
+                main(["kv-tier", "clear", *given])
+            assert ended.value.code == 0
+            assert capsys.readouterr().out == f"deleted {size} MiB in {folder}\n"
+        assert not page.exists()
+    code, said = run(capsys, "kv-tier", "clear", str(tmp_path / "nowhere"))
+    assert code == 1 and "no folder" in said
+
+
 def test_every_command_reads_a_serve_config_and_flags_take_precedence(serve_config: Path) -> None:
     settings = merge_settings({"max_num_seqs": 2, "page_size": None}, serve_config)
     assert settings["served_model_name"] == "small"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 from manta.actors.http.config.settings_mapping import split_models
 from manta.actors.system.host_resources import free_port
+from manta.actors.targets.loading import kv_tier
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, ConfigError, MantaError, PlacementError
 from manta.jobs.batch import job as batch_job
@@ -16,8 +18,10 @@ from manta.jobs.batch.job import run_batch
 from manta.jobs.batch.options import BatchOptions
 from manta.jobs.common.model_check import check_model
 from manta.jobs.serve import server as serving
+from manta.jobs.serve.preloaded_imports import check_models
 from manta.jobs.serve.server import ServeOptions, start_server
 from support.checkpoints.broken_pairs import TARGET, config, copied, cut_config, edit, target, write
+from support.engines.thread_ranks import ThreadRanks
 
 Change = Callable[[Path], object]
 Settings = dict[str, Any]
@@ -104,3 +108,69 @@ def test_memory_is_not_checked_where_engines_run_on_other_nodes(tmp_path: Path) 
     with pytest.raises(ConfigError, match=memory.words):
         check_model(engine)
     assert check_model(engine, elsewhere=True).resolved.max_model_len == 1024
+
+
+def said_of_pages(folder: Path, **settings: Any) -> list[str]:
+    """Return what a server says of K/V pages on disk, whose default folder is below this one."""
+    pair = folder / "pair" if (folder / "pair").exists() else copied(folder / "pair")
+    drafting = {"model": str(pair / "drafter")}
+    given = {"model": str(pair / "target"), "speculative_config": drafting, "device": "cpu", **settings}
+    lines: list[str] = []
+    check_models(split_models(given), lines.append, None)
+    return [line for line in lines if line.startswith("K/V pages that leave memory")]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MANTA_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_server_says_where_it_keeps_pages_and_takes_a_share_of_the_disk_by_default(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 40 * 2**30
+    monkeypatch.setattr(kv_tier.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    (line,) = said_of_pages(tmp_path, kv_tier_path="auto")
+    assert f"kept in {cache / 'kv'} (up to 2 GiB" in line and "manta kv-tier clear" in line
+    assert (cache / "kv").stat().st_mode & 0o777 == 0o700
+    for size, said in ((2**30, "up to 1 GiB"), (2**35, "up to 2 GiB")):
+        assert said in said_of_pages(tmp_path, kv_tier_path="auto", kv_tier_bytes=size)[0]
+    free = 400 * 2**30
+    assert "up to 4 GiB" in said_of_pages(tmp_path, kv_tier_path="auto")[0]
+    assert said_of_pages(tmp_path, kv_tier_path="auto", enable_prefix_caching=False) == []
+    assert said_of_pages(tmp_path) == said_of_pages(tmp_path, kv_tier_path="none") == []
+
+
+@pytest.mark.parametrize("fault", ["no folder", "open to others", "full disk"])
+def test_a_default_folder_that_cannot_be_used_is_a_line_and_a_given_one_an_error(
+    fault: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_ray: None
+) -> None:
+    free = 100 * 2**20 if fault == "full disk" else 2**40
+    monkeypatch.setattr(kv_tier.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    words = {
+        "no folder": "not usable: Not a directory",
+        "open to others": "closed to others",
+        "full disk": "100 MiB of free space",
+    }[fault]
+    if fault == "no folder":
+        cache.touch()
+    else:
+        (cache / "kv").mkdir(parents=True, mode=0o755 if fault == "open to others" else 0o700)
+    (line,) = said_of_pages(tmp_path, kv_tier_path="auto")
+    assert line.startswith("K/V pages that leave memory are lost: ") and words in line
+    if fault != "full disk":
+        given = {"model": str(TARGET), "device": "cpu", "kv_tier_path": str(cache / "kv")}
+        with pytest.raises(ConfigError, match=words):
+            start_server(given, ServeOptions(port=free_port()))
+
+
+def test_ranks_agree_on_the_default_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = check_model(EngineConfig(model=str(TARGET), device="cpu", kv_tier_path="auto")).resolved
+    sizes = iter([2**30, 2**29])
+    monkeypatch.setattr(kv_tier, "_open_default", lambda *_: next(sizes))
+    found = ThreadRanks(2).run(lambda rank: kv_tier.with_tier(resolved, rank).config)
+    assert [config.kv_tier_bytes for config in found] == [2**29] * 2
+    sizes = iter([2**30, 0])
+    found = ThreadRanks(2).run(lambda rank: kv_tier.with_tier(resolved, rank).config)
+    assert [config.kv_tier_path for config in found] == [None, None]

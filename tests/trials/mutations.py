@@ -477,9 +477,9 @@ MUTATIONS = (
     ),
     Mutation(
         "adds the zeros of packed codes instead of subtracting them",
-        "drafter/compute/cpu_fused/tiles/code_tiles.py",
-        "value = builder.fsub(value, shared[1])",
-        "value = builder.fadd(value, shared[1])",
+        "drafter/compute/cpu_fused/packed_weight.py",
+        "shifts_1[i] *= -scales_1[i]",
+        "shifts_1[i] *= scales_1[i]",
         ("cpu_codes",),
     ),
     Mutation(

@@ -46,11 +46,11 @@ from ..runners.drafts.draft_source import (
     RemoteDrafter,
     StepMemory,
 )
-from ..runners.page_mover import PageMover
+from ..runners.page_mover import nothing_is_deferred
 from ..runners.runner_interface import Runner
 from .checkpoint_models import Checkpoints, ModelSource
 from .executor_info import device_limits, executor_info
-from .kv_tier import check_tier, describe_tier, make_page_mover
+from .kv_tier import describe_tier, make_page_mover, with_tier
 from .memory_budget import (
     affordable_pages,
     affordable_states,
@@ -121,8 +121,10 @@ def start_runner(
 ) -> tuple[Runner, ExecutorInfo]:
     """Load one rank by resolved settings, as `load_runner` does; `models` provides the weights."""
     assert resolved.split == (remote_drafts is not None), "remote_drafts is given exactly for split drafters"
+    communicator = communicator or SingleRank()
+    resolved = with_tier(resolved, communicator)
     with count_compilations(resolved) as compiled:
-        rank = _Rank(resolved, models, communicator or SingleRank(), remote_drafts)
+        rank = _Rank(resolved, models, communicator, remote_drafts)
         check_invariance(resolved, rank.backend)
         num_pages, num_states = rank.affordable_cache()
         runner = rank.runner(num_pages, num_states)
@@ -189,7 +191,6 @@ class _Rank:
     ) -> None:
         self._resolved, self._communicator, self._remote_drafts = resolved, communicator, remote_drafts
         refuse_unaffordable(resolved)
-        check_tier(resolved)
         if communicator.rank == 0:
             warn_of_weights(resolved)
         sharding = Sharding(resolved.target, communicator.rank, communicator.world_size)
@@ -269,6 +270,9 @@ class _Rank:
         if (proposer := _suffix_proposer(config)) is not None:
             mixer = None if self._drafter is None else self._mixer(proposer)
             suffixes = DeviceSuffixes(proposer, mixer, num_rows, self._communicator, resolved.device)
+        kept = [(cache.group(0), cache.kv)]
+        if draft_cache is not None:
+            kept += [(draft_cache.group(0), tensor) for tensor in drafts.kept_by_page]
         hidden_shape = num_rows, resolved.target.hidden_size
         models = DeviceModels(
             target=self._model,
@@ -287,7 +291,7 @@ class _Rank:
             resolved.tree,
             grammars,
             suffixes,
-            self._mover(cache, draft_cache, drafts.kept_by_page),
+            make_page_mover(resolved, self._communicator, kept),
             captures=resolved.device.type == "cuda",
         )
 
@@ -316,9 +320,12 @@ class _Rank:
         drafts: DraftSource
         memory = make_state_memory(resolved, num_states)
         cache, draft_cache = self._caches(num_pages, memory)
+        kept, settle = [(cache.group(0), cache.kv)], nothing_is_deferred
         if self._drafter is not None:
             assert draft_cache is not None, "a drafter has pages"
             proposer, mixer = _make_proposer(self._drafter, draft_cache, operators), None
+            kept += [(draft_cache.group(0), tensor) for tensor in proposer.kept_by_page]
+            settle = proposer.settle
             if (suffix := _suffix_proposer(resolved.config)) is not None:
                 mixer = self._mixer(suffix)
             drafts = ColocatedDrafter(proposer, self._communicator, mixer)
@@ -332,17 +339,8 @@ class _Rank:
         states = RequestStates(
             *state_args, resolved.device, batch, operators, resolved.pages, self.grammars, recurrent
         )
-        mover = self._mover(cache, draft_cache, () if draft_cache is None else (draft_cache.kv,))
+        mover = make_page_mover(resolved, self._communicator, kept, recurrent, settle)
         return CpuModelRunner(self._model, cache, states, drafts, self._communicator, operators, mover)
-
-    def _mover(
-        self, cache: PagedKVCache, draft_cache: PagedKVCache | None, of_drafter: Sequence[Tensor]
-    ) -> PageMover | None:
-        """Return what moves pages; `of_drafter`: what the drafter keeps by page."""
-        kept = [(cache.group(0), cache.kv)]
-        if draft_cache is not None:
-            kept += [(draft_cache.group(0), tensor) for tensor in of_drafter]
-        return make_page_mover(self._resolved, self._communicator, kept)
 
     def _mixer(self, proposer: SuffixProposer) -> SuffixMixer:
         return SuffixMixer(

@@ -1,8 +1,8 @@
 """Moves K/V pages between a rank's memory and the tier below it, in a thread beside its steps.
 
-A page is one id in the memory of all models that use its pool: the target's planes, then the drafter's. In
-host memory it is one piece, in a place where it stays or, on its way to or from a file, in one that all such
-pages of its group pass through:
+A page is one id in the memory of all models that use its pool: the target's planes, then the drafter's. A
+saved state of recurrent layers moves like a page. In host memory a page is one piece, in a place where it
+stays or, on its way to or from a file, in one that all such pages of its group pass through:
 
     memory of the rank     | .. page 7 .. |  a plane      | .. page 7 .. |  another
                                  │  copies, on a GPU in a stream of their own │
@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -36,6 +36,9 @@ _CHUNK_BYTES = 2**28  # of host memory that is allocated at once: PyTorch rounds
 _END_S = 10.0  # most for a transfer that is under way at the end
 
 
+def nothing_is_deferred() -> None: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PageMemory:
     """The memory of pages with the same ids: uint8 [P, bytes of a page in a plane], by plane."""
@@ -46,7 +49,7 @@ class PageMemory:
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> PageMemory:
         """Return the memory of tensors [A, P, ...]; one that is there several times counts once."""
-        distinct = {id(each): each for each in tensors}.values()
+        distinct = {each.data_ptr(): each for each in tensors if each.numel()}.values()
         planes = [plane for each in distinct for plane in each.flatten(2).view(torch.uint8).unbind()]
         return cls(tuple(planes), tuple(plane.shape[1] for plane in planes))
 
@@ -128,14 +131,22 @@ class PageMover:
 
     Args:
         files: of this rank; None if the tier has none.
-        memory: that of each group's pages.
+        memory: that of each group's pages, then that of states if there are any.
+        settle: writes what steps have left to be written to pages, between steps.
 
     Attributes:
         info: what the tier has room for.
     """
 
-    def __init__(self, info: KVTierInfo, files: PageFiles | None, memory: Sequence[PageMemory]) -> None:
+    def __init__(
+        self,
+        info: KVTierInfo,
+        files: PageFiles | None,
+        memory: Sequence[PageMemory],
+        settle: Callable[[], None] = nothing_is_deferred,
+    ) -> None:
         self.info, self._files, self._memory = info, files, memory
+        self._settle = settle
         self._copies = _Copies(memory[0].device)
         self._host: Sequence[_HostMemory] = ()
         # Each with an event at the end of the steps before it.
@@ -162,6 +173,7 @@ class PageMover:
 
     def begin(self, transfer: PageTransfer) -> None:
         """Begin a transfer, in the thread of the steps; it follows those that were submitted."""
+        self._settle()
         begun = transfer, self._copies.steps_so_far()
         with self._changed:
             (self._loads if transfer.loads else self._saves).append(begun)

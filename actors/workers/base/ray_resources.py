@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ import ray
 import ray._private.state as ray_state
 from ray._private import worker as ray_worker
 from ray._private.client_mode_hook import client_mode_wrap
+from ray._private.ray_constants import RESOURCES_ENVIRONMENT_VARIABLE
 from ray._private.utils import get_num_cpus
 from ray.experimental.internal_kv import _internal_kv_get
 from ray.util.placement_group import placement_group_table
@@ -99,24 +101,26 @@ def _nodes_by_id(releases: Callable[[Group], bool]) -> dict[str, NodeResources]:
     return nodes_by_id
 
 
-def may_grow() -> bool:
+def may_grow(wait_s: float | None = None) -> bool:
     """Return whether an autoscaler may start nodes; also True if that is unknown.
 
     A Ray that this process started has none. Otherwise the monitor's report tells: without an autoscaler it
     names each node's type after the node. A cluster without Ray's own monitor (KubeRay runs the autoscaler
     separately) makes no such report, so nothing is refused there.
+
+    Args:
+        wait_s: for the first report; REPORT_WAIT_S by default.
     """
     node = ray_worker._global_node
     if node is not None and node.is_head():
         return False
-    deadline_s = time.monotonic() + REPORT_WAIT_S
-    while time.monotonic() < deadline_s:
-        report = _autoscaler_report()
-        if report is not None:
-            types = {kind.removeprefix("node_") for kind in report.get("active_nodes") or {}}
-            return not types or not types <= {node["NodeID"] for node in ray.nodes()}
+    deadline_s = time.monotonic() + (REPORT_WAIT_S if wait_s is None else wait_s)
+    while (report := _autoscaler_report()) is None:
+        if time.monotonic() >= deadline_s:
+            return True
         time.sleep(POLL_S)
-    return True
+    types = {kind.removeprefix("node_") for kind in report.get("active_nodes") or {}}
+    return not types or not types <= {node["NodeID"] for node in ray.nodes()}
 
 
 def warn_of_this_machine(demands: Sequence[DeploymentDemand]) -> None:
@@ -129,9 +133,14 @@ def warn_of_this_machine(demands: Sequence[DeploymentDemand]) -> None:
 
 
 def machine_resources(num_cpus: int | None = None) -> dict[str, float]:
-    """Return the resources that a Ray started on this machine, with `num_cpus` or all CPUs, would have."""
+    """Return the resources that a Ray started on this machine, with `num_cpus` or all CPUs, would have.
+
+    Ray takes those that its environment variable names instead.
+    """
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return {"CPU": float(num_cpus or get_num_cpus()), "GPU": float(gpus)}
+    named = json.loads(os.environ.get(RESOURCES_ENVIRONMENT_VARIABLE) or "{}")
+    found = {"CPU": num_cpus or get_num_cpus(), "GPU": gpus}
+    return {kind: float(named.get(kind, count)) for kind, count in found.items()}
 
 
 def _await_free(demands: Sequence[DeploymentDemand]) -> None:

@@ -7,9 +7,10 @@
     int5, int6     unsigned integers              value = (code - 16) * scale, (code - 32) * scale
     uint4, 5, 8    unsigned integers              value = code * scale + offset
 
-A scale or an offset is a number, or an integer times a number of a larger block (`BlockedValues`). A value is
-computed in fp32 and rounded once to the computing dtype: `dequantized` is the definition, and a backend's
-product with the packed matrix has the bits of a product with the dequantized one.
+A scale or an offset is a number, or an integer times a number of a larger block (`BlockedValues`).
+`dequantized` is the definition: a value is computed in fp32 and rounded once to the computing dtype. A
+backend's product with the packed matrix has these values, or unrounded ones
+(`cpu_fused/tiles/code_tiles.py`).
 
 Legend: O outputs, I inputs, G groups of consecutive inputs of a row that share a scale, B blocks of groups.
 """
@@ -34,6 +35,7 @@ BITS: Mapping[Code, int] = {
 PAIRED = frozenset(code for code, bits in BITS.items() if bits == 4)  # two codes fit a byte
 _ZEROS: Mapping[Code, int] = {"int5": 16, "int6": 32}
 QuantizedAtLoad = Literal["int8", "int4"]
+SMALLEST_GROUP = 16  # inputs per scale of matrices that stay packed
 GROUP = 32  # inputs per scale of matrices that are quantized at load
 ZERO = 8  # int4's code of 0 if no zeros are stored
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -163,11 +165,12 @@ class QuantizedMatrix:
         return self.map(lambda tensor: tensor[index])
 
     def can_stay_packed(self) -> bool:
-        """Return whether compiled products take it: groups of 2^n inputs, and no value that fp32 flushes."""
+        """Return whether compiled products take it: even groups, and no value that fp32 flushes."""
         sizes_OG = self.scales().abs()
         in_range = ((sizes_OG >= _SMALLEST_SCALE) & (sizes_OG <= _LARGEST_SCALE)) | (sizes_OG == 0)
         is_number = self.code != "e4m3" or not bool(((self.codes_OI & 0x7F) == 0x7F).any())
-        has_shift = self.scales_OG.shape[1] == 1 or (self.group.bit_count() == 1 and self.group > 1)
+        is_even = self.group.bit_count() == 1 and self.group >= SMALLEST_GROUP
+        has_shift = self.scales_OG.shape[1] == 1 or is_even
         return self.shape[1] % 32 == 0 and has_shift and bool(in_range.all()) and is_number
 
 

@@ -1,7 +1,8 @@
 """Weights in the layouts that compiled products read: bf16, or codes with scales (`code_tiles.py`).
 
 A compiled product takes the address of a WEIGHT. For codes, `prepare_panels` expands to fp32 what groups
-share of the panels that are multiplied next, and `expand_panel` a whole panel to bf16.
+share of the panels that are multiplied next, and `expand_panel` a whole panel to bf16: its values with AMX,
+else its codes.
 
 Legend: O outputs, K inputs, G groups of inputs with a scale, B blocks of groups, T = O / 16 tiles of columns.
 """
@@ -34,16 +35,15 @@ from ..cpu_numba.element_ops import Task, elements, float_of, pointer, record_dt
 from ..cpu_numba.llvm_intrinsics import call_task, stack_memory
 from .tiles.amx_tiles import COLUMNS
 from .tiles.code_tiles import (
-    CODE_ARGUMENTS,
     EXPAND,
     FACTORS,
-    MULTIPLY,
     code_product,
     multiply_signed,
     multiply_unsigned,
     widen_halves,
 )
-from .tiles.simd_tiles import TILE_BYTES
+from .tiles.isa_dispatch import has_tiles
+from .tiles.simd_tiles import ARGUMENTS, TILE_BYTES
 
 MOST_TILES = 8  # multiplied at once
 MOST_FORMS = 3  # of a weight: those of q, k and v
@@ -58,7 +58,6 @@ WEIGHT = record_dtype(
     " shifts shift_form shift_blocks shift_block_shift shift_num_blocks",
     "factor",
 )
-_ARGUMENTS = record_dtype(CODE_ARGUMENTS)
 _FP32_FORM, _BF16_FORM, _FP16_FORM, _EXPONENTS, _ZEROS, _INT8_OF_BLOCKS, _UINT8_OF_BLOCKS = range(7)
 _FORMS = {
     torch.float32: _FP32_FORM,
@@ -246,7 +245,7 @@ def _pack_codes(matrix: QuantizedMatrix) -> PackedWeight:
         _lines_of(codes_TKC.view(torch.uint8), BITS[matrix.code]),
         matrix.shape[1],
         matrix.code,
-        _kernel(matrix),
+        _KERNELS[matrix.code, matrix.zeros_OG is not None],
         _Shared.of(matrix.scales_OG, padding),
         shifts,
     )
@@ -283,24 +282,6 @@ def _tiles_of(values_OG: Tensor) -> Tensor:
     return values_OG.unflatten(0, (-1, 16)).transpose(1, 2).contiguous()
 
 
-def _kernel(matrix: QuantizedMatrix) -> Task:
-    has_zeros = matrix.zeros_OG is not None
-    if (exact := _EXACT.get(matrix.code)) is not None and not has_zeros:
-        bits = _SIGNIFICANT_BITS[matrix.code] + _significant_bits(matrix.scales())
-        if bits <= 8:
-            return exact
-    return _ROUNDED[matrix.code, has_zeros]
-
-
-_SIGNIFICANT_BITS = {"int8": 7, "int4": 3}  # of decoded codes
-
-
-def _significant_bits(scales_OG: Tensor) -> int:
-    """Return the most significant bits of any scale; bf16 has 8."""
-    mantissas = scales_OG.contiguous().view(torch.int32).flatten() & 0x7FFFFF
-    return next(24 - zeros for zeros in range(23, -1, -1) if not bool((mantissas & (2**zeros - 1)).any()))
-
-
 def code_scratch_bytes(inputs: int, num_groups: int) -> int:
     """Return the scratch memory for a thread's expanded scales and shifts, and one panel of bf16."""
     return num_groups and 2 * MOST_TILES * num_groups * 64 + inputs // 32 * 2 * TILE_BYTES
@@ -308,7 +289,10 @@ def code_scratch_bytes(inputs: int, num_groups: int) -> int:
 
 @elements
 def prepare_panels(w, panel, panels, step, scratch):
-    """Expand scales and shifts of panels `panel`, `panel` + `step`, .. to fp32."""
+    """Expand scales and shifts of panels `panel`, `panel` + `step`, .. to fp32.
+
+    Without AMX zeros become offsets.
+    """
     size = 64 * w.groups
     scales = scratch + w.scratch_decoded
     shifts = scales + MOST_TILES * size
@@ -323,6 +307,17 @@ def prepare_panels(w, panel, panels, step, scratch):
                 w.shifts, w.shift_form, w.shift_blocks, w.shift_block_shift, w.shift_num_blocks,
                 tile, w.groups, np.float32(1), shifts + place * size,
             )  # fmt: skip
+            if w.shift_form == _ZEROS and not has_tiles():
+                _subtract_zeros(scales + place * size, shifts + place * size, 16 * w.groups)
+
+
+@elements
+def _subtract_zeros(scales, shifts, size):
+    """Replace zeros by the offsets that subtract them."""
+    scales_1 = carray(pointer(scales, _FP32), (size,))
+    shifts_1 = carray(pointer(shifts, _FP32), (size,))
+    for i in range(size):
+        shifts_1[i] *= -scales_1[i]
 
 
 @elements
@@ -341,8 +336,9 @@ def _expand(values, form, blocks, block_shift, num_blocks, tile, groups, factor,
             found[i] = float_of(brains[i]) * factor
     elif form == _FP16_FORM:
         widen_halves(values + 2 * at, target, groups)
-        for i in range(size):
-            found[i] *= factor
+        if factor != 1:
+            for i in range(size):
+                found[i] *= factor
     elif form == _EXPONENTS:
         exponents = carray(pointer(values + at, _BYTE), (size,))
         for i in range(size):
@@ -363,34 +359,23 @@ def _expand(values, form, blocks, block_shift, num_blocks, tile, groups, factor,
 def expand_panel(w, panel, step, scratch):
     """Expand a prepared panel to two tiles of bf16; return their address."""
     arguments = _arguments_memory()
-    a = records(arguments, 1, _ARGUMENTS)[0]
-    _take_codes(a, w, panel, scratch)
-    a.target, a.panel_bytes = a.shifts + 4 * MOST_TILES * w.groups * 16, 2 * w.tile_bytes * step
+    a = records(arguments, 1, ARGUMENTS)[0]
+    take_codes(a, w, panel, scratch)
+    a.target = scratch + w.scratch_decoded + 2 * MOST_TILES * w.groups * 64
+    a.panel_bytes = 2 * w.tile_bytes * step
     call_task(w.kernel, arguments, EXPAND, 1)
     return a.target
 
 
 @elements
-def multiply_codes(packed, chunk_bytes, w, panel, step, scratch, rows, panels):
-    """Compute sums [panels, rows, 32], as `simd_tiles.multiply_rows`, of prepared panels."""
-    arguments = _arguments_memory()
-    a = records(arguments, 1, _ARGUMENTS)[0]
-    _take_codes(a, w, panel, scratch)
-    a.a, a.chunk_bytes, a.panel_bytes = packed, chunk_bytes, 2 * w.tile_bytes * step
-    a.sums, a.rows, a.panels = scratch, rows, panels
-    call_task(w.kernel, arguments, MULTIPLY, 1)
-
-
-@elements
-def _take_codes(a, w, panel, scratch):
-    a.codes, a.tile_bytes = w.codes + 2 * panel * w.tile_bytes, w.tile_bytes
+def take_codes(a, w, panel, scratch):
+    """Set what a product's ARGUMENTS have of a weight's prepared panels from `panel` on."""
+    a.weight, a.tile_bytes = w.codes + 2 * panel * w.tile_bytes, w.tile_bytes
     a.pairs, a.groups = w.pairs, w.groups
     a.scales = scratch + w.scratch_decoded
-    a.shifts = a.scales + 4 * MOST_TILES * w.groups * 16
+    a.shifts = a.scales + MOST_TILES * w.groups * 64 if w.shifts != 0 else 0
 
 
-_int8_exact_product = code_product("int8", rounds=False)
-_int4_exact_product = code_product("int4", rounds=False)
 _int8_product = code_product("int8")
 _int4_product = code_product("int4")
 _int4_zeros_product = code_product("int4", has_zeros=True)
@@ -404,14 +389,6 @@ _uint8_product = code_product("uint8")
 
 
 # Tasks' code is cached on disk by their names, so each one is a function of its own.
-def _multiply_int8_exact(arguments, operation, _):
-    _int8_exact_product(arguments, operation)
-
-
-def _multiply_int4_exact(arguments, operation, _):
-    _int4_exact_product(arguments, operation)
-
-
 def _multiply_int8(arguments, operation, _):
     _int8_product(arguments, operation)
 
@@ -452,8 +429,7 @@ def _multiply_uint8(arguments, operation, _):
     _uint8_product(arguments, operation)
 
 
-_EXACT = {"int8": Task(_multiply_int8_exact), "int4": Task(_multiply_int4_exact)}  # without zeros
-_ROUNDED = {
+_KERNELS = {
     ("int8", False): Task(_multiply_int8),
     ("int4", False): Task(_multiply_int4),
     ("int4", True): Task(_multiply_int4_zeros),

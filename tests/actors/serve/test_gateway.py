@@ -263,6 +263,30 @@ def test_a_session_stays_with_one_replica(http: httpx.Client, stand: GatewayStan
     assert 'model_name="tiny",reason="session"}' in http.get("/metrics").text
 
 
+def test_a_request_that_its_replica_cannot_take_goes_to_one_that_reads_its_pages(
+    config: EngineConfig, tmp_path: Path
+) -> None:
+    models = [
+        (replace(config, kv_tier_path=str(tmp_path / node)), served("tiny")) for node in ("one", "two", "one")
+    ]
+    body = {"prompt": "what agents send first " * 9, "max_tokens": 8, "temperature": 0}
+    with GatewayStand(models) as stand:
+        first, other, neighbor = stand.replicas
+
+        def answer() -> dict[str, Any]:
+            response = stand.http.post("/v1/completions", json=body)
+            assert response.is_success
+            return response.json()
+
+        computed = answer()
+        wait_until(lambda: first.engine.stats().prompt_tokens and len(list(tmp_path.glob("one/*/0/*-*"))) > 4)
+        stand.run(first.door.close())
+        read = answer()
+        assert other.engine.stats().prompt_tokens == 0 < neighbor.engine.stats().tier_hits
+        assert read["choices"][0]["text"] == computed["choices"][0]["text"]
+        assert 'reason="tier"} 1.0' in stand.http.get("/metrics").text
+
+
 def test_one_metrics_page_has_the_samples_of_all_replicas(http: httpx.Client) -> None:
     text = http.get("/metrics").text
     running = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]

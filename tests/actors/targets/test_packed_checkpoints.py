@@ -1,4 +1,4 @@
-"""Compiled products keep the codes of quantized checkpoints, and give the tokens of dequantized ones."""
+"""Compiled products keep the codes of quantized checkpoints, and compute with their values."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from manta.cluster.errors import ConfigError
 from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
 from manta.drafter.compute.checkpoint.quantized_matrix import QuantizedMatrix
 from manta.drafter.compute.cpu_fused.backend import FusedCpuBackend
+from manta.drafter.compute.cpu_fused.tiles.isa_dispatch import has_tiles
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 from manta.drafter.dflash.checkpoint import load_drafter
 from manta.drafter.dflash.target_features import TargetFacts
@@ -41,6 +42,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tokens(folder: Path, **changes: object) -> list[list[int]]:
     return tokens_by_steps(load_runner(settings(folder, **BF16, **changes))[0], PROMPTS, 8)
+
+
+def agreement(found: list[list[int]], expected: list[list[int]]) -> float:
+    """Return the part of the tokens before the first difference.
+
+    Without AMX, products with codes do not round values to bf16, so nearly equal logits may change places.
+    """
+    same = [
+        next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), len(theirs))
+        for mine, theirs in zip(found, expected, strict=True)
+    ]
+    return sum(same) / sum(map(len, expected))
+
+
+LEAST_AGREEMENT = 1.0 if has_tiles() else 0.5
 
 
 def matrices(folder: Path) -> dict[str, torch.Tensor | QuantizedMatrix]:
@@ -70,9 +86,11 @@ def test_codes_stay_packed_and_have_the_values_of_the_format(saved: Path, name: 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", DECODED)
-def test_tokens_are_those_of_the_dequantized_target(saved: Path, name: str, tmp_path: Path) -> None:
+def test_tokens_are_those_of_the_dequantized_target_until_logits_are_nearly_equal(
+    saved: Path, name: str, tmp_path: Path
+) -> None:
     quantized, plain = publish(saved, tmp_path, name)
-    assert tokens(quantized) == tokens(plain)
+    assert agreement(tokens(quantized), tokens(plain)) >= LEAST_AGREEMENT
 
 
 def drafted(target: Path, drafter: Path, method: str) -> np.ndarray:
@@ -100,7 +118,8 @@ def test_a_drafter_keeps_its_codes_and_drafts_by_their_numbers(
         drafter, load = write_drafter(tmp_path / "saved", config), load_eagle3
     folders = publish(drafter, tmp_path, name)
     ours, expected = (drafted(saved, folder, method) for folder in folders)
-    assert np.isfinite(expected).all() and np.array_equal(ours, expected)
+    assert np.isfinite(expected).all()
+    np.testing.assert_allclose(ours, expected, atol=0 if has_tiles() else 0.1)
     facts, held = TargetFacts(64, 4, TINY_VOCAB, 64), list[int]()
     for folder in folders:
         backend = FusedCpuBackend(1)
@@ -140,7 +159,8 @@ def test_experts_stay_packed_and_give_the_tokens_of_dequantized_ones(
     assert (plan.attention_backend, plan.dtype) == ("torch", torch.bfloat16)
     expected = tokens_by_steps(start_runner(plan, Checkpoints(dequantizes=True))[0], PROMPTS, 8)
     with caplog.at_level(logging.INFO):
-        assert tokens_by_steps(start_runner(plan, Checkpoints())[0], PROMPTS, 8) == expected
+        found = tokens_by_steps(start_runner(plan, Checkpoints())[0], PROMPTS, 8)
+    assert agreement(found, expected) >= LEAST_AGREEMENT
     assert "2 of its 2 products of experts and" in caplog.text, "the second layer is dense"
     mlp = Checkpoints().target(plan, Sharding(plan.target, 0, 1)).layer(0).mlp
     assert isinstance(mlp, RoutedTensors) and isinstance(mlp.experts.down, PackedCodes)

@@ -27,5 +27,6 @@ def manta_serve(config: EngineConfig, scratch: Path, *flags: str) -> Iterator[st
 def write_settings(config: EngineConfig, scratch: Path) -> Path:
     """Write all of the engine's settings to a file for `--config`; return its path."""
     path = scratch / "engine.json"  # JSON is YAML
-    write_json(path, {name: value for name, value in asdict(config).items() if value is not None})
+    given = {name: value for name, value in asdict(config).items() if value is not None}
+    write_json(path, {"kv_tier_path": "none", **given})  # what earlier runs computed is not read
     return path

@@ -214,7 +214,7 @@ def main(
     """Serve, soak, overload; exit code 1 if memory grows, pages stay in use, or a stream fails."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    flags = ["-m", str(model), "--spec-model", str(drafter), "--port", str(port)]
+    flags = ["-m", str(model), "--spec-model", str(drafter), "--port", str(port), "--kv-tier-path", "none"]
     flags += ["--max-num-seqs", str(running), "--max-num-queued-reqs", str(waiting)]
     with (
         tempfile.TemporaryDirectory(prefix="manta-soak-") as scratch,

@@ -57,6 +57,14 @@ def test_equal_requests_on_one_replica_see_one_death(records: DeathRecords) -> N
         assert died(records, A, "r0") == "suspect"
 
 
+def test_a_suspect_that_was_sent_once_more_to_the_dead_replica_has_not_killed_another(
+    records: DeathRecords,
+) -> None:
+    """Its last heartbeat may arrive after its death was noticed, and it is chosen once more."""
+    assert died(records, A, "r0") == died(records, A, "r0", alone=True) == "suspect"
+    assert died(records, A, "r1", alone=True) == "poisonous"
+
+
 def test_suspects_are_forgotten_after_a_time(records: DeathRecords, clock: Clock) -> None:
     died(records, A, "r0")
     died(records, B, "r0", alone=True)
@@ -110,9 +118,9 @@ def test_records_are_bounded_in_number_and_age(
     clock = Clock()
     records = DeathRecords(clock, max_records=5)
     last_s: dict[bytes, float] = {}
-    for digest, replica, alone, wait_s in steps:
+    for number, (digest, replica, alone, wait_s) in enumerate(steps):
         clock.now_s += wait_s
-        found = died(records, digest, str(replica), alone=alone)
+        found = died(records, digest, f"new {number}" if alone else str(replica), alone=alone)
         assert found == records.status_of(digest) and (found == "poisonous" or not alone)
         last_s[digest] = clock.now_s
         known = [each for each in last_s if records.status_of(each) != "clear"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -13,6 +13,8 @@ from manta.cluster.fleet.router import (
     BLOCK_BYTES,
     LOAD_FACTOR,
     LOAD_SLACK,
+    MAX_LEFT_TIERS,
+    TIER_WORTH,
     PrefixIndex,
     Router,
     hash_chain,
@@ -48,21 +50,57 @@ def test_equal_prefixes_share_blocks_unless_salts_differ() -> None:
 
 
 loads = st.dictionaries(st.sampled_from("abcdef"), st.floats(0, 100), min_size=1)
+tiers = st.fixed_dictionaries({replica: st.none() | st.sampled_from("xy") for replica in "abcdef"})
+sessions = st.none() | st.sampled_from(["s", "t"])
+requests = st.lists(st.tuples(loads, prompts, sessions), min_size=1, max_size=20)
 
 
-@given(st.lists(st.tuples(loads, prompts, st.none() | st.sampled_from(["s", "t"])), min_size=1, max_size=20))
-def test_no_chosen_replica_is_far_more_loaded_than_the_least(
-    requests: list[tuple[dict[str, float], tuple[int, ...], str | None]],
-) -> None:
+def _with_tiers(tier_of: dict[str, str | None]) -> Router:
     router = Router()
+    for replica, tier in tier_of.items():
+        router.set_tier(replica, tier)
+    return router
+
+
+def _limit(there: dict[str, float]) -> float:
+    return max(LOAD_FACTOR * min(there.values()), min(there.values()) + LOAD_SLACK)
+
+
+@given(requests, tiers)
+def test_no_chosen_replica_is_far_more_loaded_than_the_least(
+    requests: list[tuple[dict[str, float], tuple[int, ...], str | None]], tier_of: dict[str, str | None]
+) -> None:
+    router, last_tier = _with_tiers(tier_of), dict[str | None, str]()
     for there, chain, session in requests:
         choice = router.choose(there, chain, session)
-        minimum = min(there.values())
-        assert there[choice.replica] <= max(LOAD_FACTOR * minimum, minimum + LOAD_SLACK)
+        assert there[choice.replica] <= _limit(there)
         if choice.reason == "session":
-            assert session is not None and choice.replica == rendezvous_replica(session, there)
+            assert session is not None
+            of_tier = [each for each in there if tier_of[each] == last_tier.get(session, "none")]
+            assert choice.replica == rendezvous_replica(session, dict.fromkeys(of_tier or there))
         if choice.reason == "load":
-            assert choice.known_blocks == 0 and there[choice.replica] == minimum
+            assert choice.known_blocks == 0 and there[choice.replica] == min(there.values())
+        if (tier := tier_of[choice.replica]) is not None:
+            last_tier[session] = tier
+
+
+@given(requests, tiers)
+def test_without_a_session_the_most_that_a_replica_has_or_can_read_decides(
+    requests: list[tuple[dict[str, float], tuple[int, ...], str | None]], tier_of: dict[str, str | None]
+) -> None:
+    router, seen = _with_tiers(tier_of), defaultdict[str | None, set[int]](set)
+    for there, chain, _ in requests:
+        cached = {each: len(seen[each] & set(chain)) for each in there}
+        kept = {each: len(seen[tier] & set(chain)) if (tier := tier_of[each]) else 0 for each in there}
+        worth = {each: cached[each] + TIER_WORTH * max(kept[each] - cached[each], 0) for each in there}
+        choice = router.choose(there, chain)
+        best = max(worth[each] for each in there if there[each] <= _limit(there))
+        mine = choice.replica
+        assert worth[mine] == best and choice.known_blocks == max(cached[mine], kept[mine])
+        reason = "tier" if kept[mine] > cached[mine] else "prefix" if cached[mine] else "load"
+        assert choice.reason == reason
+        for owner in (mine, tier_of[mine]):
+            seen[owner].update(chain)
 
 
 @given(st.sets(st.text(min_size=1, max_size=4), min_size=2, max_size=8), st.text(max_size=8))
@@ -78,6 +116,43 @@ def test_a_removed_replica_is_forgotten() -> None:
     assert router.choose({"a": 0, "b": 0}, chain).reason == "prefix"
     router.remove_replica(first.replica)
     assert router.choose({"a": 0, "b": 0}, chain).reason == "load"
+
+
+@given(st.sets(st.text(min_size=1, max_size=3), min_size=4, max_size=8), st.text(max_size=8))
+def test_a_session_stays_in_its_tier_when_its_replica_is_removed(names: set[str], session: str) -> None:
+    replicas = sorted(names)
+    router = _with_tiers({name: "xy"[place % 2] for place, name in enumerate(replicas)})
+    chain = _chain([1, 2, 3])
+    home = router.choose(dict.fromkeys(replicas, 0.0), chain, session).replica
+    of_tier = set(replicas[replicas.index(home) % 2 :: 2]) - {home}
+    router.remove_replica(home)
+    without = dict.fromkeys(set(replicas) - {home}, 0.0)
+    assert router.choose(without, chain, session).replica in of_tier
+    overloaded = dict.fromkeys(without, 0.0) | dict.fromkeys(of_tier, LOAD_SLACK + 1.0)
+    assert router.choose(overloaded, chain, session).replica not in of_tier
+
+
+def test_a_new_replica_of_a_tier_is_preferred_to_one_that_must_compute() -> None:
+    router, chain = _with_tiers({"a": "node 1", "b": "node 2"}), _chain([1, 2, 3])
+    assert router.choose({"a": 0.0}, chain).reason == "load"
+    router.remove_replica("a")
+    assert router.choose({"b": 0.0}, []).reason == "load"
+    router.set_tier("c", "node 1")
+    choice = router.choose({"b": 0.0, "c": 3.0}, chain)
+    assert (choice.replica, choice.reason, choice.known_blocks) == ("c", "tier", 3)
+    assert router.choose({"b": 0.0, "c": 3.0}, chain).reason == "prefix"
+
+
+def test_few_tiers_without_replicas_are_remembered() -> None:
+    router, chain = Router(), _chain([1])
+    for number in range(MAX_LEFT_TIERS + 1):
+        router.set_tier("a", f"node {number}")
+        router.choose({"a": 0.0}, chain)
+        router.remove_replica("a")
+    for number, reason in ((1, "tier"), (MAX_LEFT_TIERS, "tier"), (0, "load")):
+        router.set_tier("a", f"node {number}")
+        assert router.choose({"a": 0.0}, chain).reason == reason
+        router.remove_replica("a")
 
 
 class Replica:
@@ -136,3 +211,43 @@ def test_routing_gives_half_more_prefix_hits_than_random_choice_at_equal_balance
     print(f"{by_chance=} {hits=} {hits / by_chance:.2f} x, {busiest=:.3f}")
     assert hits >= 1.5 * by_chance
     assert busiest <= 1.2
+
+
+def computed_blocks(seed: int, *, credits_tiers: bool) -> int:
+    """Send turns of sessions to two nodes of two replicas, of which one is replaced now and then.
+
+    Returns the blocks that are neither in the replica's prefix cache nor among the files of its node.
+    """
+    dice, router = random.Random(seed), Router()
+    files, replicas = {"one": set[int](), "two": set[int]()}, dict[str, tuple[str, Replica]]()
+    texts, num_computed, now_s = [b""] * 60, 0, 0.0
+    for number in range(3000):
+        if number % 150 == 0 and number:
+            gone, (node, _) = next(iter(replicas.items()))
+            del replicas[gone]
+            router.remove_replica(gone)
+        for node in files:
+            while sum(of == node for of, _ in replicas.values()) < 2:
+                name = f"{node}-{number}-{len(replicas)}"
+                replicas[name] = node, Replica(cache_blocks=400)
+                router.set_tier(name, node if credits_tiers else None)
+        now_s += dice.expovariate(30.0)
+        session = dice.randrange(len(texts))
+        text = texts[session] if len(texts[session]) < 40 * BLOCK_BYTES else b""
+        texts[session] = text + dice.randbytes(BLOCK_BYTES * dice.randint(1, 4))
+        chain = hash_chain(texts[session])
+        for _, replica in replicas.values():
+            replica.running = [end_s for end_s in replica.running if end_s > now_s]
+        loads = {name: float(len(replica.running)) for name, (_, replica) in replicas.items()}
+        node, replica = replicas[router.choose(loads, chain, f"session {session}").replica]
+        num_computed += len(set(chain) - files[node] - replica.cache.keys())
+        files[node].update(chain)
+        replica.serve(chain, now_s, dice.uniform(0.2, 1.5))
+    return num_computed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_less_is_computed_when_replicas_are_replaced_if_their_tiers_count(seed: int) -> None:
+    without, found = (computed_blocks(seed, credits_tiers=credits_tiers) for credits_tiers in (False, True))
+    print(f"{without=} {found=} {without / found:.2f} x")
+    assert found < 0.9 * without

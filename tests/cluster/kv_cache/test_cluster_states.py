@@ -247,12 +247,16 @@ def test_no_state_is_lost_and_none_has_two_owners(data: st.DataObject) -> None:
     )
     digests = [[bytes([salt, i]) for i in range(16)] for salt in range(2)]
     running: dict[int, tuple[int, int]] = {}  # slot -> salt, tokens computed
+    moving: list[tuple[int, bytes | None]] = []  # states that a tier holds; the digest of those being read
     for _ in range(data.draw(st.integers(1, 30))):
         idle = [slot for slot in range(num_slots) if slot not in running]
-        action = data.draw(st.sampled_from(("enter", "ask", "leave", "drop", "clear")))
-        if action == "enter" and idle and books.can_admit:
+        action = data.draw(
+            st.sampled_from(("enter", "ask", "leave", "drop", "clear", "hold", "read", "moved"))
+        )
+        if action == "enter" and idle and books.num_available:
             salt, shared = data.draw(st.integers(0, 1)), data.draw(st.integers(0, 15))
-            pages = books.longest_prefix(digests[salt], shared)
+            saved = [n for n in range(1, shared + 1) if digests[salt][n - 1] in books.saved]
+            pages = max(saved, default=0)
             entry = books.admit(idle[0], digests[salt], pages, shared, data.draw(st.integers(1, 32)))
             assert (entry.source is None) == (pages == 0) and entry.num_tokens == pages * PAGE
             running[idle[0]] = salt, entry.num_tokens
@@ -266,6 +270,7 @@ def test_no_state_is_lost_and_none_has_two_owners(data: st.DataObject) -> None:
                 requested = saves.states.tolist()
                 assert len(set(requested)) == len(requested) and not set(requested) & set(owners)
                 assert not set(requested) & set(books.saved.values()), "what is saved is not written"
+                assert not set(requested) & {state for state, _ in moving}, "what moves is not written"
         elif action == "leave" and running:
             slot = data.draw(st.sampled_from(sorted(running)))
             books.free(slot)
@@ -274,9 +279,22 @@ def test_no_state_is_lost_and_none_has_two_owners(data: st.DataObject) -> None:
             books.evict(data.draw(st.sampled_from(digests[0] + digests[1])))
         elif action == "clear":
             books.clear()
+        elif action == "hold" and set(books.saved.values()) - {state for state, _ in moving}:
+            still = sorted(set(books.saved.values()) - {state for state, _ in moving})
+            moving.append((data.draw(st.sampled_from(still)), None))
+            books.hold([moving[-1][0]])
+        elif action == "read" and books.num_available > 1:
+            moving.append((books.hold_new(), data.draw(st.sampled_from(digests[0] + digests[1]))))
+        elif action == "moved" and moving:
+            state, digest = moving.pop(data.draw(st.integers(0, len(moving) - 1)))
+            if digest is not None and data.draw(st.booleans()):
+                books.insert(digest, state)
+            books.drop([state])
         books.check_invariants(running)
     for slot in running:
         books.free(slot)
+    for state, _ in moving:
+        books.drop([state])
     books.clear()
     books.check_invariants(())
     assert len(books._free) == books.num_states

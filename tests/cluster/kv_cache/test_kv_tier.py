@@ -25,6 +25,7 @@ from support.engines.cluster_checker import (
     SURVIVAL,
     CheckedEngine,
     CheckingExecutor,
+    Held,
     expected,
     make_info,
     make_request,
@@ -34,6 +35,7 @@ from support.engines.random_workloads import LAYOUTS, Arrival, arrivals, infos, 
 
 NUM_WORKLOADS = 240 if os.environ.get("MANTA_GRID") == "whole" else 30
 Key = tuple[int, bytes]
+UNKNOWN = Held(None, (-1,))
 Content = list[tuple[tuple[int, int] | None, int | None]]  # by offset: group and digest, drafter
 
 
@@ -41,10 +43,16 @@ Content = list[tuple[tuple[int, int] | None, int | None]]  # by offset: group an
 class Tier:
     """Pages by group and digest, of all engines: what `PageFolder` says, and what an executor moves."""
 
+    num_groups: int = 1
     pages: dict[Key, Content] = field(default_factory=dict)
+    states: dict[bytes, Held] = field(default_factory=dict)
 
     def has(self, group: int, digest: bytes) -> bool:
-        return (group, digest) in self.pages
+        return (group, digest) in self.pages or (group == self.num_groups and digest in self.states)
+
+    @property
+    def page_bytes(self) -> tuple[int, ...]:
+        return (64,) * (self.num_groups + 1)
 
 
 class MovingExecutor(CheckingExecutor):
@@ -59,8 +67,8 @@ class MovingExecutor(CheckingExecutor):
         super().__init__(*args)
         self.tier, self._fails, self._random = tier, fails, random.Random(seed)
         self._under_way: list[tuple[int, PageTransfer]] = []
-        self.host: dict[tuple[int, int], tuple[bytes, Content]] = {}
-        self.num_loaded = self.num_from_host = 0
+        self.host: dict[tuple[int, int], tuple[bytes, Any]] = {}
+        self.num_loaded = self.num_from_host = self.num_states_loaded = 0
 
     def move_pages(self, transfer: PageTransfer) -> None:
         self._under_way.append((self._random.randrange(4), transfer))
@@ -75,6 +83,9 @@ class MovingExecutor(CheckingExecutor):
         assert self.info.kv_tier is not None
         has_files = self.info.kv_tier.folder is not None
         for has_moved, (group, digest, page, _, place) in zip(moved, transfer.pages, strict=True):
+            if group == len(self.info.page_groups):
+                self._move_state(transfer, has_moved, digest, page, place)
+                continue
             pool = self.info.page_groups[group].pool
             places = [(pool, page, offset) for offset in range(self.info.page_size)]
             if not transfer.loads and has_moved:
@@ -97,14 +108,32 @@ class MovingExecutor(CheckingExecutor):
                 self.num_from_host += has_moved and place is not None
         return PagesMoved(transfer.number, tuple(moved), 0.001)
 
+    def _move_state(
+        self, transfer: PageTransfer, has_moved: bool, digest: bytes, state: int, place: int | None
+    ) -> None:
+        assert self.states is not None and self.info.kv_tier is not None
+        at = len(self.info.page_groups), -1 if place is None else place
+        if not transfer.loads and has_moved:
+            held = self.states.held[state]
+            if place is not None:
+                self.host[at] = digest, held
+            if self.info.kv_tier.folder is not None:
+                self.tier.states[digest] = held
+        elif transfer.loads:
+            kept, held = (digest, self.tier.states[digest]) if place is None else self.host[at]
+            assert kept == digest, "a place that is read was given to another state"
+            self.states.held[state] = held if has_moved else UNKNOWN
+            self.num_states_loaded += has_moved
+
     def _write(self, plan, r, begin, result, written):
         chain = super()._write(plan, r, begin, result, written)
-        moving = {
-            (self.info.page_groups[moved.group].pool, moved.page)
-            for _, transfer in self._under_way
-            for moved in transfer.pages
-        }
+        groups = self.info.page_groups
+        moved = [moved for _, transfer in self._under_way for moved in transfer.pages]
+        moving = {(groups[each.group].pool, each.page) for each in moved if each.group < len(groups)}
         assert not moving & {place[:2] for place in written}, "a page is written while it moves"
+        states = {a.state.state for a in plan.admitted if a.state is not None}
+        states |= set() if plan.saves is None else set(plan.saves.states.tolist())
+        assert not states & {each.page for each in moved if each.group == len(groups)}
         return chain
 
 
@@ -122,7 +151,7 @@ def open_moving(
     make = partial(MovingExecutor, tier=tier, seed=seed, fails=fails)
     num_groups = len(info.page_groups)
     folder = cast(PageFolder, tier) if has_files else None
-    below = KVTierInfo((64,) * num_groups, (num_host_pages,) * num_groups, folder)
+    below = KVTierInfo((64,) * (num_groups + 1), (num_host_pages,) * (num_groups + 1), folder)
     return open_engine(replace(info, kv_tier=below), survival, make, **config)
 
 
@@ -130,7 +159,9 @@ def finish(engine: CheckedEngine) -> None:
     """Save what the tier lacks, as at the end of a server."""
     engine.save_pages()
     engine.check_invariants()
-    assert not any(held_P.any() for held_P in engine.scheduler.kv_cache_manager._held_P), "pages stay held"
+    manager = engine.scheduler.kv_cache_manager
+    assert not any(pages.held.total() for pages in manager._group_pages), "pages stay held"
+    assert manager.states is None or not manager.states._held, "states stay held"
     tier = engine.scheduler.queues.tier
     assert isinstance(tier, KVTier)
     for host in tier._host:
@@ -138,13 +169,15 @@ def finish(engine: CheckedEngine) -> None:
         assert not host._written and not host._num_reads.total(), "places stay held"
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "states" not in name])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @settings(max_examples=NUM_WORKLOADS, deadline=None)
 @given(data=st.data())
 def test_every_request_reads_what_it_would_have_computed(layout: str, data: st.DataObject) -> None:
     """Engines one after another with one tier, with pools that some workloads exhaust."""
-    tier, loaded = Tier(), 0
-    info = data.draw(infos(LAYOUTS[layout], max_in_flight=data.draw(st.sampled_from((1, 2)))))
+    tier, loaded, states = Tier(len(LAYOUTS[layout])), 0, 0
+    in_flight = data.draw(st.sampled_from((1, 2)))
+    num_states = data.draw(st.integers(1, 16)) if "states" in layout else None
+    info = data.draw(infos(LAYOUTS[layout], max_in_flight=in_flight, num_states=num_states))
     drafters = data.draw(st.sampled_from(({}, {}, {5: "start_drafter"})))
     for number in range(2):
         engine = open_moving(
@@ -162,7 +195,8 @@ def test_every_request_reads_what_it_would_have_computed(layout: str, data: st.D
         finish(engine)
         loaded += engine.executor.num_loaded
         event(f"from host memory: {engine.executor.num_from_host > 0}")
-    event(f"loaded: {loaded > 0}")
+        states += engine.executor.num_states_loaded
+    event(f"loaded: {loaded > 0}, states: {states > 0}")
 
 
 def _run(engine: CheckedEngine, todo: list[Arrival], drafters: dict[int, str]) -> None:
@@ -213,6 +247,21 @@ def test_another_engine_reads_the_prefix_and_drafts_as_after_a_hit_in_memory() -
     assert (counts.tier_queries, counts.tier_hits, counts.prefix_cache_hits) == (54, 52, 52)
     assert [stay.num_read for stay in other.timelines("again")[0].intervals] == [52]
     assert first.stats().tier_hits == 0
+
+
+def test_a_state_of_recurrent_layers_is_read_with_the_pages_before_it_or_alone() -> None:
+    tier, info = Tier(), replace(INFO, num_states=8)
+    first = answered(tier, info)
+    again = make_request("again", PROMPT, max_tokens=12, ignore_eos=True, seed=1)
+    other = open_moving(info, tier)
+    cold = other.run(again)
+    assert cold.tokens == first.run(again).tokens and cold.cached["again"] == 52
+    assert other.executor.num_states_loaded == 1 and other.stats().tier_hits == 52
+    states = other.scheduler.kv_cache_manager.states
+    assert states is not None
+    states.clear()
+    once_more = replace(again, request_id="once more")
+    assert other.run(once_more).cached["once more"] == 52 and other.executor.num_states_loaded == 2
 
 
 def test_keys_do_not_read_one_anothers_pages() -> None:

@@ -150,6 +150,17 @@ def test_two_processes_write_the_same_pages_and_one_is_killed(tmp_path: Path) ->
     assert sum(file.stat().st_size for file in tier.rglob("*-*")) <= 40 * SIZE
 
 
+def test_an_old_unfinished_file_is_deleted_though_the_folder_is_not_full(tmp_path: Path) -> None:
+    files = open_files(tmp_path / "tier", max_bytes=1000 * SIZE)
+    files.write(0, KEY, page(), 0.0)
+    old, new = (files.folder.path / f".{files.folder.file(0, key(2)).name}.{pid}" for pid in (1, 2))
+    for file in (old, new):
+        file.write_bytes(b"torn")
+    os.utime(old, (1, 1))
+    open_files(tmp_path / "tier", max_bytes=1000 * SIZE).write(0, key(3), page(3), 0.0)
+    assert not old.exists() and new.exists() and read(files) == page()
+
+
 def test_a_full_disk_pauses_writing_and_loses_nothing(
     files: PageFiles, caplog: pytest.LogCaptureFixture
 ) -> None:

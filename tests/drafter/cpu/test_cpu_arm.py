@@ -15,9 +15,9 @@ from manta.drafter.compute.cpu_numba.cpu_features import Instructions
 
 Emit = Callable[[Any, Sequence[Any]], None]
 EMITTED: dict[str, tuple[int, Emit]] = {
-    "products": (9, row_tiles._emit_product),
+    "products": (1, lambda builder, args: row_tiles.emit_products(builder, args[0], row_tiles._BF16)),
     **{
-        f"products with {code}": (2, code_tiles.emit_product(code, rounds=code != "int8"))
+        f"products with {code}": (2, code_tiles.emit_product(code))
         for code in ("int8", "int4", "e4m3", "e2m1")
     },
     "scores": (8, row_tiles._emit_scores),

@@ -104,6 +104,21 @@ def test_a_row_with_nan_logits_is_an_error_row(write_lines: Callable[..., Path],
     assert "NaN" not in "".join(path.read_text() for path in output.rglob("*.jsonl")).replace("(NaN or", "")
 
 
+def test_a_job_reads_the_prompts_beginning_that_an_earlier_job_has_computed(
+    pair: Pair, write_lines: Callable[..., Path], tmp_path: Path
+) -> None:
+    rules = "What every row of these jobs begins with. " * 4
+    rows = write_lines({"id": f"row {i}", "prompt": f"{rules}{i}"} for i in range(6))
+    tokens, cached = dict[str, list[Any]](), dict[str, int]()
+    for name, tier in (("plain", None), ("first", str(tmp_path / "kv")), ("second", str(tmp_path / "kv"))):
+        job = options(rows, tmp_path / name, sampling={"max_tokens": 8, "temperature": 0.0})
+        cached[name] = run_batch(config(pair, kv_tier_path=tier), job).stats.cached_prompt_tokens
+        tokens[name] = sorted((row["id"], row["token_ids"]) for row in read_results(tmp_path / name))
+    assert tokens["second"] == tokens["first"] == tokens["plain"]
+    num_rows, page = 6, 16
+    assert cached["second"] >= cached["first"] + page and cached["second"] >= num_rows * page
+
+
 def test_rows_are_answered_as_llm_decodes_them_plainly(pair: Pair, answered: Answered) -> None:
     folder, made = answered
     rows = {row["id"]: row for row in read_results(folder) if row["error"] is None}

@@ -9,6 +9,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from manta import LLM
+from manta.actors.targets.loading.memory_budget import page_bytes, state_bytes
+from manta.actors.targets.loading.resolved_config import resolve_config
 from manta.cluster.errors import ConfigError
 from support.oracles.lossless_grid import Drafts, Pair, Reference, Tree
 from support.oracles.sampling_cases import KNOBS, WHOLE, params_of, prompts, tokens_of
@@ -22,6 +25,8 @@ CELLS: list[tuple[str, Drafts]] = [
     ("qwen3 by EAGLE-3", 3),
     ("gemma4 by its assistant", 3),
     ("qwen3 with FP8 K/V", 15),
+    ("qwen3_5", 15),
+    ("qwen3_5 by MTP", 3),
 ]
 MORE: list[tuple[str, Drafts]] = [
     ("qwen3", None),
@@ -53,21 +58,53 @@ def test_no_token_changes_with_pages_from_files(
     assert stats.tier_hits > 0 or pair.slides, "pages that left the windows may be lost"
 
 
-@pytest.mark.parametrize("pair", ["qwen3", "qwen3 in bf16", "gemma3", "deepseek_v3"], indirect=True)
-def test_the_drafters_context_is_read_with_the_pages(pair: Pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pair", "drafts"),
+    [
+        ("qwen3", 15),
+        ("qwen3 in bf16", 15),
+        ("gemma3", 15),
+        ("deepseek_v3", 15),
+        ("qwen3 by EAGLE-3", 3),
+        ("gemma4 by its assistant", 3),
+        ("deepseek_v3 by MTP", 3),
+        ("qwen3_5", 15),
+        ("qwen3_5 by MTP", 3),
+    ],
+    indirect=["pair"],
+    ids=str,
+)
+@pytest.mark.parametrize("max_drafts", [None, 0], ids=["saved with drafts", "saved without drafts"])
+def test_the_drafters_context_is_read_with_the_pages(
+    pair: Pair, drafts: int, max_drafts: int | None, tmp_path: Path
+) -> None:
+    """Also that of rows whose context was not written yet, because no request drafted."""
     shared, tails = prompts(8)[7], ([5, 6], [9], [], [5, 6, 7, 8, 9])
     batch = [{"prompt_token_ids": shared + tail} for tail in tails]
     params = params_of("plain", len(batch))
-    kept = {"kv_tier_path": str(tmp_path / "tier"), "max_num_seqs": 1}
-    with pair.open(15, **kept) as llm:
+    sizes = {"max_num_seqs": 1, "num_states": 16}
+    kept = {"kv_tier_path": str(tmp_path / "tier"), **sizes}
+    with pair.open(drafts, **sizes) as llm:
         cold = llm.generate(batch, params)
+    with pair.open(drafts, **kept) as llm:
+        _check_that_all_is_kept(llm)
+        llm.generate(batch, params, max_draft_tokens=max_drafts)
         assert llm.stats().tier_hits == 0
-    with pair.open(15, **kept) as llm:
+    with pair.open(drafts, **kept) as llm:
         warm = llm.generate(batch, params)
         assert llm.stats().tier_hits > 0
     assert [o.outputs[0].token_ids for o in warm] == [o.outputs[0].token_ids for o in cold]
     assert all(o.metrics.num_cached_tokens > 0 for o in warm)
     assert [o.metrics.acceptance_histogram for o in warm] == [o.metrics.acceptance_histogram for o in cold]
+
+
+def _check_that_all_is_kept(llm: LLM) -> None:
+    """A page of the tier has all the bytes that the memory's budget counts for one, and so has a state."""
+    resolved = resolve_config(llm.config)
+    of_pools, of_state = page_bytes(resolved), state_bytes(resolved)
+    kept = [of_pools[group.pool] for group in resolved.pages.groups]
+    assert llm.info.kv_tier is not None
+    assert llm.info.kv_tier.page_bytes == (*kept, *([of_state + 8] if of_state else []))
 
 
 @pytest.mark.parametrize("pair", ["qwen3", "qwen3 in bf16", "gemma3"], indirect=True)
@@ -122,7 +159,6 @@ def test_damaged_pages_and_those_of_other_settings_are_computed(
 @pytest.mark.parametrize(
     ("pair", "settings", "reason"),
     [
-        ("qwen3_5", {}, "kv_tier_path is not supported .*recurrent layers"),
         (
             "qwen3",
             {"enable_prefix_caching": False},
@@ -139,3 +175,23 @@ def test_settings_without_a_tier_are_refused(
     with pytest.raises(ConfigError, match=reason):
         pair.open(None, kv_tier_path=str(tmp_path / "tier"), **settings)
     assert not list(tmp_path.glob("tier/*"))
+
+
+@pytest.mark.parametrize("pair", ["qwen3"], indirect=True)
+def test_llm_keeps_pages_only_if_it_is_told_to(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MANTA_CACHE_DIR", str(tmp_path))
+    batch = [{"prompt_token_ids": prompts(8)[7]}]
+    with pair.open(15) as llm:
+        assert llm.info.kv_tier is None
+        computed = llm.generate(batch, params_of("greedy", 1))
+    for has_read in (False, True):
+        with pair.open(15, kv_tier_path="auto") as llm:
+            (output,) = llm.generate(batch, params_of("greedy", 1))
+            assert (llm.stats().tier_hits > 0) == has_read
+        assert output.outputs[0].token_ids == computed[0].outputs[0].token_ids
+        assert any((tmp_path / "kv").rglob("0-*"))
+    (tmp_path / "kv").chmod(0o755)
+    with pair.open(15, kv_tier_path="auto") as llm:
+        assert llm.info.kv_tier is None

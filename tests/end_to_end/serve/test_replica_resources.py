@@ -91,6 +91,13 @@ def test_a_driver_without_ray_gets_a_warning(
     assert "needs 3 CPU (there is 2) on one node" in caplog.text
 
 
+def test_the_resources_that_rays_variable_names_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"CPU": 96}')
+    assert room.machine_resources(4)["CPU"] == 96.0
+    monkeypatch.delenv("RAY_OVERRIDE_RESOURCES")
+    assert room.machine_resources(4)["CPU"] == 4.0
+
+
 def test_a_cluster_with_an_autoscaler_is_not_refused(
     args: dict[str, Any], two_cpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +112,8 @@ def test_a_cluster_with_an_autoscaler_is_not_refused(
     monkeypatch.setattr(room, "_autoscaler_report", lambda: None)  # unknown
     monkeypatch.setattr(room, "REPORT_WAIT_S", 0.1)
     build_app(settings)
+    monkeypatch.setattr(room, "REPORT_WAIT_S", 1e9)
+    assert room.may_grow(wait_s=0.0), "a replica that has loaded does not wait for a report"
 
 
 def test_ray_itself_reports_that_it_has_no_autoscaler(

@@ -45,11 +45,11 @@ class Held:
 
 
 class StateChecker:
-    """The states of one executor. `num_saved` and `num_loaded` count events for tests."""
+    """The states of one executor, by id. `num_saved` and `num_loaded` count events for tests."""
 
     def __init__(self, num_states: int) -> None:
         self._num_states = num_states
-        self._held: dict[int, Held] = {}
+        self.held: dict[int, Held] = {}
         self._state_of: dict[int, int] = {}  # by slot
         self.num_saved = self.num_loaded = 0
 
@@ -63,11 +63,11 @@ class StateChecker:
             begins[entry.state] = Held(salt, ())
             if entry.source is not None:
                 tokens = request.token_ids[: entry.num_tokens].tolist()
-                assert self._held[entry.source].leads_to(tokens, salt), "a source holds something else"
-                begins[entry.state] = self._held[entry.source]
+                assert self.held[entry.source].leads_to(tokens, salt), "a source holds something else"
+                begins[entry.state] = self.held[entry.source]
                 self.num_loaded += 1
             self._state_of[request.slot] = entry.state
-        self._held |= begins
+        self.held |= begins
 
     def check_form(self, plan: SchedulerOutput) -> None:
         states = [self._state_of[slot] for slot in plan.slots.tolist()]
@@ -81,8 +81,8 @@ class StateChecker:
     def run(self, slot: int, first: int, tokens: list[int], drafts: list[int], salt: str | None) -> None:
         """A pass over `tokens[first:]` and drafts, of which a number is right."""
         state = self._state_of[slot]
-        assert self._held[state].leads_to(tokens[:first], salt), "a state has seen something else"
-        self._held[state] = Held(salt, tuple(tokens), tuple(drafts))
+        assert self.held[state].leads_to(tokens[:first], salt), "a state has seen something else"
+        self.held[state] = Held(salt, tuple(tokens), tuple(drafts))
 
     def save(self, plan: SchedulerOutput, first_R: list[int], computed_R: list[int]) -> None:
         """Save the requested positions that the pass has passed."""
@@ -92,10 +92,10 @@ class StateChecker:
         for r, position, state in zip(*(column.tolist() for column in columns), strict=True):
             if not first_R[r] < position <= computed_R[r]:
                 continue
-            held = self._held[self._state_of[int(plan.slots[r])]]
+            held = self.held[self._state_of[int(plan.slots[r])]]
             if position <= len(held.tokens):
                 held = Held(held.salt, held.tokens[:position])
-            self._held[state] = held
+            self.held[state] = held
             self.num_saved += 1
 
 

@@ -178,7 +178,7 @@ class Served:
 
     def _command(self, settings: Mapping[str, Any]) -> list[str]:
         path = self.folder / "settings.json"
-        path.write_text(json.dumps(settings))
+        path.write_text(json.dumps({"kv_tier_path": "none", **settings}))  # each prompt is computed once here
         return [
             *(sys.executable, "-m", "manta.jobs.cli", "serve"),
             *("--config", str(path), "--port", str(self.port)),

@@ -1,13 +1,14 @@
 """Products of rows with weights of 8 and 4 bits, decoded in vector registers.
 
-A decoded value is the matrix's in bf16 (`checkpoint/quantized_matrix.py`): code times scale, plus offset if
-any, in fp32, rounded to bf16 where that product need not be exact. Sums are chains over the inputs in order,
-as of bf16 weights (`simd_tiles.py`), so a product has the bits of one with the dequantized matrix.
+Without AMX a decoded value is the code itself, which is exact in bf16; e4m3's and e2m1's are too small by a
+power of two (FACTORS). Scales and offsets are applied to the sums of groups (`simd_tiles.py`), so a product
+has no rounded weight. With AMX, whose sums are in tiles, it is the matrix's value in bf16
+(`checkpoint/quantized_matrix.py`): code times scale, plus offset if any, in fp32, rounded.
 
     codes, per 16 columns:    8 bits: [K, 16]         4 bits: [K / 2, 16], the earlier input in the low nibble
                               5 and 6 bits: [K / 2, 20 or 24], four bits as above, then of each input 16 bits
                               of its columns for the fifth bit, and 16 for the sixth
-    scales, and zeros or offsets, expanded:     fp32 [tiles of 16 columns, G, 16]
+    scales and offsets (with AMX, or zeros), expanded:    fp32 [tiles of 16 columns, G, 16]
 
 Each kind of code is compiled on its own when a model first needs it (`packed_weight.py`). Two operations:
 multiplying a few rows, and expanding tiles to bf16 for many rows or for AMX.
@@ -20,10 +21,11 @@ Legend: K inputs, G groups of inputs with a scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
@@ -35,9 +37,7 @@ from ...cpu_numba.llvm_intrinsics import (
     HALVES,
     INT16,
     INT32,
-    INT64,
     PAIRS,
-    VOID,
     Value,
     at,
     call,
@@ -48,13 +48,9 @@ from ...cpu_numba.llvm_intrinsics import (
     procedure,
     store,
 )
-from .simd_tiles import FloatTile, PairTile, prefetch_lines, switch_tiles, tiles_of
-from .simd_vectors import rounded_lanes, rounded_pairs
+from .simd_tiles import WeightKind, argument_values, emit_products, exact_pairs
+from .simd_vectors import rounded_pairs
 
-# Arguments of both operations, as int64 in this order; `target` of expanded tiles alone.
-CODE_ARGUMENTS = (
-    "a chunk_bytes codes tile_bytes panel_bytes scales shifts pairs groups sums rows panels target"
-)
 MULTIPLY, EXPAND = 0, 1
 # Factors by which decoded codes are too small; scales are multiplied by them when they are expanded.
 FACTORS: Mapping[Code, float] = {"e4m3": 2.0**8, "e2m1": 2.0**14}
@@ -62,138 +58,103 @@ Emit = Callable[[Any, Sequence[Value]], None]  # of a builder and its arguments
 _BYTES = ir.VectorType(BYTE, 16)
 _FP16 = ir.VectorType(ir.HalfType(), 16)
 _MASK = ir.VectorType(ir.IntType(1), 16)
-_UPPER_HALF = -65536
+_BOTH = ir.VectorType(INT16, 32)  # inputs of 16 columns
 
 
-def code_product(code: Code, *, has_zeros: bool = False, rounds: bool = True) -> Any:
-    """Return an intrinsic of (address of CODE_ARGUMENTS, MULTIPLY or EXPAND)."""
-    return procedure(2, emit_product(code, has_zeros=has_zeros, rounds=rounds))
+def code_product(code: Code, *, has_zeros: bool = False) -> Any:
+    """Return an intrinsic of (address of `simd_tiles.ARGUMENTS`, MULTIPLY or EXPAND)."""
+    return procedure(2, emit_product(code, has_zeros=has_zeros))
 
 
-def emit_product(code: Code, *, has_zeros: bool = False, rounds: bool = True) -> Emit:
-    decoder = _Decoder(code, has_zeros=has_zeros, rounds=rounds)
-
+def emit_product(code: Code, *, has_zeros: bool = False) -> Emit:
     def emit(builder: Any, args: Sequence[Value]) -> None:
+        if bf16_instructions() is Instructions.AMX:  # products take expanded panels alone
+            _expand(builder, args[0], code, partial(_read_values, code, has_zeros))
+            return
         with builder.if_else(builder.icmp_signed("==", args[1], integer(MULTIPLY))) as (multiply, expand):
             with multiply:
-                _multiply(builder, args[0], decoder)
+                emit_products(builder, args[0], WeightKind(code, _line_bytes(code), partial(_Codes, code)))
             with expand:
-                _expand(builder, _values(builder, args[0]), decoder)
+                _expand(builder, args[0], code, partial(_read_codes, code))
 
     return emit
 
 
-def _values(builder: Any, arguments: Value) -> dict[str, Value]:
-    names = CODE_ARGUMENTS.split()
-    return {name: load(builder, at(builder, arguments, (i, 8)), INT64) for i, name in enumerate(names)}
+def _line_bytes(code: Code) -> int:
+    """Return the bytes of a pair of inputs of 16 columns."""
+    return 4 * BITS[code]
 
 
-class _Decoder:
-    """Emits the values of pairs of inputs; those of a group share scales, and zeros or offsets."""
+class _Codes:
+    """`simd_tiles.PairWeights` of codes as they are."""
 
-    def __init__(self, code: Code, *, has_zeros: bool, rounds: bool) -> None:
-        self.code, self._has_zeros, self._rounds = code, has_zeros, rounds
-        self._has_offsets = code in WITH_OFFSETS
-        self.line_bytes = 4 * BITS[code]  # of a pair of inputs of 16 columns
+    def __init__(self, code: Code, builder: Any, lines: Sequence[Value]) -> None:
+        self._code, self._builder, self.lines = code, builder, lines
 
-    def shared(self, builder: Any, values: dict[str, Value], tile: int, group: Value) -> list[Value]:
-        """Load what a group's values of a tile share, per column."""
-        has_shifts = self._has_zeros or self._has_offsets
-        addresses = [values["scales"], *([values["shifts"]] if has_shifts else [])]
-        return [
-            load(builder, at(builder, address, (group, 64), (values["groups"], 64 * tile)), FLOATS)
-            for address in addresses
-        ]
+    def floats(self, half: int) -> Sequence[Value]:
+        return [_DECODED[self._code](self._builder, line, half) for line in self.lines]
 
-    def value(self, builder: Any, line: Value, half: int, shared: Sequence[Value], *, rounded: bool) -> Value:
-        """Return the values of 16 columns, fp32, of the first (0) or second (1) of a pair of inputs.
-
-        Unless `rounded`, the caller rounds them to bf16.
-        """
-        value = _DECODED[self.code](builder, line, half)
-        if self._has_zeros:
-            value = builder.fsub(value, shared[1])
-        value = builder.fmul(value, shared[0])
-        if self._has_offsets:
-            value = builder.fadd(value, shared[1])
-        return _as_bf16(builder, value) if rounded and self._rounds else value
+    def pairs(self) -> Sequence[Value]:
+        return [_pairs(self._builder, self._code, line) for line in self.lines]
 
 
-def _multiply(builder: Any, arguments: Value, decoder: _Decoder) -> None:
-    """Sum up to `most_rows` packed rows times panels, as `simd_tiles.multiply_rows`.
-
-    Each shape of tiles is a function of its own: LLVM allocates registers badly in one that has all.
-    """
-
-    def emit(rows: int, panels: int) -> None:
-        kind = ir.FunctionType(VOID, [INT64])
-        name = builder.module.get_unique_name(f"multiply_{decoder.code}_{rows}_{panels}")
-        function = ir.Function(builder.module, kind, name)
-        function.linkage = "internal"
-        function.attributes.add("noinline")
-        function.attributes.add("nounwind")
-        own_builder = ir.IRBuilder(function.append_basic_block())
-        values = _values(own_builder, function.args[0])
-        for tile, columns in tiles_of(own_builder, rows, panels):
-            _sum_tile(own_builder, values, decoder, tile, columns)
-        own_builder.ret_void()
-        builder.call(function, [arguments])
-
-    values = _values(builder, arguments)
-    switch_tiles(builder, values["rows"], values["panels"], emit)
+def _pairs(builder: Any, code: Code, line: Value) -> Value:
+    """Return the codes of a line as pairs of bf16."""
+    if code in _TABLES and _has_avx512():
+        return _looked_up_pairs(builder, line, _TABLES[code])
+    return exact_pairs(builder, *(_DECODED[code](builder, line, half) for half in (0, 1)))
 
 
-def _sum_tile(
+def _expand(
     builder: Any,
-    values: dict[str, Value],
-    decoder: _Decoder,
-    tile: FloatTile | PairTile,
-    columns: Sequence[int],
+    arguments: Value,
+    code: Code,
+    read: Callable[[Any, dict[str, Value], int, Value], Callable[[Value], Value]],
 ) -> None:
-    with _groups(builder, values) as (group, first, count):
-        shared = [decoder.shared(builder, values, j, group) for j in columns]
-        with cgutils.for_range(builder, count) as loop:
-            pair = builder.add(first, loop.index)
-            line = at(builder, values["codes"], (pair, decoder.line_bytes))
-            lines = [
-                at(builder, line, (values["panel_bytes"], j // 2), (values["tile_bytes"], j % 2))
-                for j in columns
-            ]
-            prefetch_lines(builder, lines)
-            tile.add(
-                tile.input_address(values["a"], values["chunk_bytes"], pair),
-                lambda half: [
-                    decoder.value(builder, line, half, of_tile, rounded=not tile.rounds_weights)
-                    for line, of_tile in zip(lines, shared, strict=True)
-                ],
-            )
-    tile.store_sums(values["sums"], columns)
-
-
-def _expand(builder: Any, values: dict[str, Value], decoder: _Decoder) -> None:
     """Store a panel's weights as two tiles of bf16 at `target`.
 
-    The thread's next panel is prefetched, because memory would be idle while expanded tiles are multiplied.
+    `read` takes a tile's number and a group, and returns what reads pairs of bf16 from a line. The thread's
+    next panel is prefetched, because memory would be idle while expanded tiles are multiplied.
     """
-    for tile in (0, 1):
-        codes = at(builder, values["codes"], (values["tile_bytes"], tile))
-        target = at(builder, values["target"], (values["pairs"], 64 * tile))
-        with _groups(builder, values) as (group, first, count):
-            shared = decoder.shared(builder, values, tile, group)
-            with cgutils.for_range(builder, count) as loop:
-                pair = builder.add(first, loop.index)
-                line = at(builder, codes, (pair, decoder.line_bytes))
-                prefetch(builder, at(builder, line, (values["panel_bytes"], 1)))
-                both = [decoder.value(builder, line, half, shared, rounded=False) for half in (0, 1)]
-                store(builder, rounded_pairs(builder, *both), at(builder, target, (pair, 64)))
-
-
-@contextmanager
-def _groups(builder: Any, values: dict[str, Value]) -> Iterator[tuple[Value, Value, Value]]:
-    """Emit a loop over groups: its number, first pair of inputs, and number of pairs."""
+    values = argument_values(builder, arguments)
     count = builder.udiv(values["pairs"], values["groups"])
-    with cgutils.for_range(builder, values["groups"]) as loop:
-        yield loop.index, builder.mul(loop.index, count), count
+    for tile in (0, 1):
+        codes = at(builder, values["weight"], (values["tile_bytes"], tile))
+        target = at(builder, values["target"], (values["pairs"], 64 * tile))
+        with cgutils.for_range(builder, values["groups"]) as group:
+            pairs_of = read(builder, values, tile, group.index)
+            with cgutils.for_range(builder, count) as loop:
+                pair = builder.add(builder.mul(group.index, count), loop.index)
+                line = at(builder, codes, (pair, _line_bytes(code)))
+                prefetch(builder, at(builder, line, (values["panel_bytes"], 1)))
+                store(builder, pairs_of(line), at(builder, target, (pair, 64)))
+
+
+def _read_codes(
+    code: Code, builder: Any, values: dict[str, Value], tile: int, group: Value
+) -> Callable[[Value], Value]:
+    return partial(_pairs, builder, code)
+
+
+def _read_values(
+    code: Code, has_zeros: bool, builder: Any, values: dict[str, Value], tile: int, group: Value
+) -> Callable[[Value], Value]:
+    """Load what a group shares; return what reads the values of the dequantized matrix."""
+    scale, shift = (
+        load(builder, at(builder, values[name], (group, 64), (values["groups"], 64 * tile)), FLOATS)
+        if has
+        else None
+        for name, has in (("scales", True), ("shifts", has_zeros or code in WITH_OFFSETS))
+    )
+
+    def value(line: Value, half: int) -> Value:
+        decoded = _DECODED[code](builder, line, half)
+        if has_zeros:
+            decoded = builder.fsub(decoded, shift)
+        decoded = builder.fmul(decoded, scale)
+        return builder.fadd(decoded, shift) if code in WITH_OFFSETS else decoded
+
+    return lambda line: rounded_pairs(builder, value(line, 0), value(line, 1))
 
 
 def _emit_halves(builder: Any, args: Sequence[Value]) -> None:
@@ -222,21 +183,23 @@ multiply_signed = procedure(5, lambda builder, args: _emit_blocks(builder, args,
 multiply_unsigned = procedure(5, lambda builder, args: _emit_blocks(builder, args, signed=False))
 
 
-def _as_bf16(builder: Any, value: Value) -> Value:
-    """Round finite fp32 to bf16, to nearest even, and widen again."""
-    if bf16_instructions() in (Instructions.AMX, Instructions.AVX512_BF16):
-        bits = builder.zext(rounded_lanes(builder, value), PAIRS)
-        return builder.bitcast(builder.shl(bits, lanes(16, INT32)), FLOATS)
-    bits = builder.bitcast(value, PAIRS)
-    odd = builder.and_(builder.lshr(bits, lanes(16, INT32)), lanes(1, INT32))
-    nearest = builder.add(builder.add(bits, odd), lanes(0x7FFF, INT32))
-    return builder.bitcast(builder.and_(nearest, lanes(_UPPER_HALF, INT32)), FLOATS)
-
-
 def _looked_up(builder: Any, index: Value, table: Sequence[float]) -> Value:
     """Return the entries at the low four bits of an index, with AVX-512."""
     values = ir.Constant(FLOATS, list(table))
     return call(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, [values, index])
+
+
+def _looked_up_pairs(builder: Any, line: Value, table: Sequence[float]) -> Value:
+    """Return the entries of both nibbles of 16 bytes as pairs of bf16, with AVX-512.
+
+    An index has five bits, of which the fifth may be the other nibble's: the table is repeated.
+    """
+    both = builder.zext(load(builder, line, _BYTES), PAIRS)
+    index = builder.bitcast(builder.or_(both, builder.shl(both, lanes(12, INT32))), _BOTH)
+    halves = np.array(table, dtype=np.float32).view(np.uint32) >> 16
+    values = ir.Constant(_BOTH, 2 * halves.tolist())
+    found = call(builder, "llvm.x86.avx512.permvar.hi.512", _BOTH, [values, index])
+    return builder.bitcast(found, PAIRS)
 
 
 def _has_avx512() -> bool:
@@ -261,7 +224,7 @@ def _int8(builder: Any, line: Value, half: int) -> Value:
 def _int4(builder: Any, line: Value, half: int) -> Value:
     code = _nibble(builder, line, half, PAIRS, INT32)
     if _has_avx512():
-        return _looked_up(builder, code, [float(value - ZERO) for value in range(16)])
+        return _looked_up(builder, code, _TABLES["int4"])
     return builder.sitofp(builder.sub(builder.and_(code, lanes(15, INT32)), lanes(ZERO, INT32)), FLOATS)
 
 
@@ -272,7 +235,7 @@ def _uint8(builder: Any, line: Value, half: int) -> Value:
 def _uint4(builder: Any, line: Value, half: int) -> Value:
     code = _nibble(builder, line, half, PAIRS, INT32)
     if _has_avx512():
-        return _looked_up(builder, code, list(range(16)))
+        return _looked_up(builder, code, _TABLES["uint4"])
     return builder.sitofp(builder.and_(code, lanes(15, INT32)), FLOATS)
 
 
@@ -316,13 +279,19 @@ def _e2m1(builder: Any, line: Value, half: int) -> Value:
     """Move the parts as `_e4m3` does; the exponent bias of fp16 is larger by 14."""
     if _has_avx512():
         code = _nibble(builder, line, half, PAIRS, INT32)
-        return _looked_up(builder, code, [value * 2.0**-14 for value in GRID])
+        return _looked_up(builder, code, _TABLES["e2m1"])
     code = _nibble(builder, line, half, HALVES, INT16)
     size = builder.shl(builder.and_(code, lanes(7, INT16)), lanes(9, INT16))
     sign = builder.shl(builder.and_(code, lanes(8, INT16)), lanes(12, INT16))
     return builder.fpext(builder.bitcast(builder.or_(size, sign), _FP16), FLOATS)
 
 
+# What 4 bits stand for.
+_TABLES: dict[Code, list[float]] = {
+    "int4": [float(value - ZERO) for value in range(16)],
+    "uint4": [float(value) for value in range(16)],
+    "e2m1": [value / FACTORS["e2m1"] for value in GRID],
+}
 _DECODED: dict[Code, Callable[[Any, Value, int], Value]] = {
     "int8": _int8,
     "int4": _int4,

@@ -19,6 +19,12 @@ def has_tiles() -> bool:
     return bf16_instructions() is Instructions.AMX
 
 
+@overload(has_tiles)
+def _has_tiles():
+    found = has_tiles()
+    return lambda: found
+
+
 def of_two_kinds(name: Callable[..., Any], tiles: Callable[..., Any], rows: Callable[..., Any]) -> None:
     """Make Numba replace calls of `name` by `tiles` or `rows`, chosen when the call is compiled."""
 

@@ -344,6 +344,23 @@ def _emit_copy(builder, args):
         store(builder, line, at(builder, target, (loop.index, 64)))
 
 
+def _emit_group_sums(builder, args):
+    x, x_stride, target, rows, groups, width = args
+    vectors = builder.udiv(width, integer(16))
+    total = cgutils.alloca_once(builder, FLOATS)
+    with cgutils.for_range(builder, rows) as row, cgutils.for_range(builder, groups) as group:
+        begin = builder.add(x, builder.mul(row.index, x_stride))
+        begin = builder.add(begin, builder.mul(group.index, at(builder, width, (width, 1))))
+        builder.store(lanes(0.0), total)
+        with cgutils.for_range(builder, vectors) as loop:
+            value = widen(builder, at(builder, begin, (loop.index, 32)))
+            builder.store(builder.fadd(builder.load(total), value), total)
+        folded = _folded(builder, [builder.load(total)], lambda builder, a, b: builder.fadd(a, b))
+        place = builder.add(builder.mul(group.index, rows), row.index)
+        one = builder.extract_element(folded, ir.Constant(INT32, 0))
+        store(builder, one, at(builder, target, (place, 4)))
+
+
 # (source, target, count): copy 64 `count` bytes.
 copy_lines = procedure(3, _emit_copy)
 # (sums, target): round 32 fp32 to bf16.
@@ -353,6 +370,9 @@ finish_added = procedure(3, lambda builder, args: _emit_finish(builder, args, ad
 # (sums, target): activation(gate) * up of 16 fp32 of gate, 16 of up, rounded to bf16.
 finish_silu = procedure(2, lambda builder, args: _emit_gate(builder, args, _silu))
 finish_gelu = procedure(2, lambda builder, args: _emit_gate(builder, args, _gelu_tanh))
+# (x, x_stride, target, rows, groups, width): fp32 [groups, rows], the sums of each `width` bf16 of a row, a
+# multiple of 16.
+sum_groups = procedure(6, _emit_group_sums)
 # (x, weight, target, count, eps): RMSNorm of 16 `count` bf16; `weight` is fp32, `eps` the address of an fp32.
 norm = procedure(5, lambda builder, args: _emit_norm(builder, args, adds=False))
 # The same, rounded to bf16, is added to `target`.
