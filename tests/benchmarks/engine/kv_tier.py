@@ -26,7 +26,7 @@ from manta.jobs.common.tables import print_table
 
 LOAD_BAR, TTFT_BAR = 0.99, 0.15
 _PAGE = Path("docs/architecture.md")  # the conversation's text
-_ANSWER = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, adaptive_drafts=False)
+_ANSWER = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 _QUESTION = "\nWhich of these folders knows nothing of torch?\n"
 
 
@@ -46,6 +46,8 @@ def main(
     if spec_model is not None:
         settings["speculative_config"] = {"model": spec_model}
     load = _load(settings, prompts, num_prompts, rounds)
+    if spec_model is not None:  # as many drafts in every step, so that both sides' acceptance can be compared
+        settings["speculative_config"] = {"model": spec_model, "adaptive": False}
     turn = _next_turn(settings, num_tokens, rounds)
     met = load["ratio"] >= LOAD_BAR and turn["ratio"] <= TTFT_BAR and turn["same"]
     figures = {"provenance": provenance(), "settings": settings, "load": load, "next_turn": turn, "met": met}
@@ -67,7 +69,7 @@ def _load(settings: dict[str, Any], path: Path, num_prompts: int, rounds: int) -
         for side in ("off", "on") if number % 2 else ("on", "off"):
             say(f"load, round {number + 1}/{rounds}: {side}")
             with tempfile.TemporaryDirectory() as folder:
-                tier = {"kv_tier_path": f"{folder}/tier"} if side == "on" else {}
+                tier: dict[str, Any] = {"kv_tier_path": f"{folder}/tier"} if side == "on" else {}
                 with LLM(**settings, **tier, max_num_seqs=8) as llm:
                     rows = encode_prompts(read_prompts(path, num_prompts), llm.tokenizer)
                     batch = [{"prompt_token_ids": ids} for _, ids in rows]
@@ -82,10 +84,10 @@ def _load(settings: dict[str, Any], path: Path, num_prompts: int, rounds: int) -
 
 def _next_turn(settings: dict[str, Any], num_tokens: int, rounds: int) -> Figures:
     times: dict[str, list[float]] = {"off": [], "on": []}
-    same, cached = True, 0
+    same, facts = True, Figures()
     for number in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
-            tier = {"kv_tier_path": f"{folder}/tier"}
+            tier: dict[str, Any] = {"kv_tier_path": f"{folder}/tier"}
             say(f"next turn, round {number + 1}/{rounds}: the turn before")
             with LLM(**settings, **tier) as llm:
                 assert llm.tokenizer is not None, "a conversation is text"
@@ -104,10 +106,13 @@ def _next_turn(settings: dict[str, Any], num_tokens: int, rounds: int) -> Figure
         on, off = outputs["on"], outputs["off"]
         same &= on.outputs[0].token_ids == off.outputs[0].token_ids
         same &= on.metrics.acceptance_histogram == off.metrics.acceptance_histogram
-        cached = on.metrics.num_cached_tokens
+        facts = {
+            "prompt_tokens": len(ids),
+            "cached": on.metrics.num_cached_tokens,
+            "tokens_per_step": on.metrics.mean_acceptance_length,
+        }
     ratios = [on / off for on, off in zip(times["on"], times["off"], strict=True)]
-    facts = {"ratio": statistics.median(ratios), "same": same, "prompt_tokens": len(ids), "cached": cached}
-    return {**_medians(times), **facts, "tokens_per_step": on.metrics.mean_acceptance_length, "rounds": times}
+    return {**_medians(times), "ratio": statistics.median(ratios), "same": same, **facts, "rounds": times}
 
 
 def _answer(llm: LLM, ids: list[int]) -> RequestOutput:
