@@ -184,7 +184,7 @@ class LLM:
     def close(self) -> None:
         """End the workers and free their memory. Idempotent."""
         self._speculation_cache.write()
-        self._engine.save_pages()
+        self._engine.save_pages_in_files()
         self._grammars.close()
         self._executor.close()
 

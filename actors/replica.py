@@ -176,9 +176,7 @@ class RoutedReplica(Replica):
 
         await super().__init__(config, without_gateway_settings(settings))
         self._started_s = int(time.time())
-        tier, node = self._engine.info.kv_tier, ray.get_runtime_context().get_node_id()
-        folder = None if tier is None else tier.folder
-        self._kv_tier = None if folder is None else f"{node}:{folder.path}"
+        self._node = ray.get_runtime_context().get_node_id()
         directory = DirectoryClient(serve.get_replica_context().app_name)
         app = await self.__serve_build_asgi_app__()
         self._endpoint = ReplicaEndpoint(app, await asyncio.to_thread(listen_host), self._describe, directory)
@@ -199,7 +197,7 @@ class RoutedReplica(Replica):
         super().__del__()
 
     def _describe(self, url: str, token: str, beat: int) -> ReplicaRecord:
-        stats = self._engine.stats()
+        stats, folder = self._engine.stats(), self._engine.page_folder
         return ReplicaRecord(
             replica=serve.get_replica_context().replica_id.unique_id,
             names=self._settings.model_names(self._config.model),
@@ -212,7 +210,7 @@ class RoutedReplica(Replica):
             max_requests=max_ongoing_requests(self._config),
             max_model_len=self._engine.info.max_model_len,
             created_s=self._started_s,
-            kv_tier=self._kv_tier,
+            kv_tier=None if folder is None else f"{self._node}:{folder.path}",
         )
 
 

@@ -173,7 +173,7 @@ class RowAnswerer:
             f"{self._prefix}{name}" if self._prefix else f"batch-{next(self._ids)}",
             prompt,
             await engine.encoder.bad_words(params),
-            max_draft_tokens=body.speculative.max_draft_tokens,
+            **body.speculative.options,
             background=self._background,
             cache_salt=self._caller.salt(body.cache_salt),
             owner=self._caller.owner,

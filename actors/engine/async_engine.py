@@ -21,6 +21,7 @@ from ...cluster.engine.engine_core import EngineCore
 from ...cluster.engine.engine_stats import EngineStats
 from ...cluster.engine.step_watchdog import StepWatchdog
 from ...cluster.errors import EngineDeadError, EngineGoneError, MantaError
+from ...cluster.pages.page_files import PageFolder
 from ...cluster.records.acceptance_slices import BlockGroup
 from ...cluster.records.request_timeline import RequestTimeline
 from ...cluster.request.request import FinishReason, Request, SamplingParams
@@ -119,6 +120,11 @@ class AsyncEngine:
     def _core(self) -> EngineCore:
         assert self._engine is not None, "start() the engine first"
         return self._engine
+
+    @property
+    def page_folder(self) -> PageFolder | None:
+        """The files of the tier below the pages, while they are used."""
+        return self._core.page_folder
 
     def stats(self) -> EngineStats:
         return self._core.stats()

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 from ...cluster.engine.engine_core import SequenceUpdate
 from ...cluster.errors import NotANumberError
-from ...cluster.request.request import FinishReason, Request, SamplingParams
+from ...cluster.request.request import FinishReason, Request, SamplingParams, SpeculationOptions
 from ...cluster.step.clock import MACHINE_CLOCK, EngineClock
 from ..chat.chat_model import ChatModel
 from ..tokenization.prompts import EncodedPrompt, encode_bad_words
@@ -271,14 +271,11 @@ class RequestSteps:
             )
 
 
-class EngineOptions(TypedDict, total=False):
+class EngineOptions(SpeculationOptions, total=False):
     """Options of a request that are fields of `Request` in `cluster/request/request.py`."""
 
     priority: int
     cache_salt: str | None
-    max_draft_tokens: int | None
-    tpot_ms: float | None
-    adaptive_drafts: bool
     background: bool
     client_id: str | None
     owner: str | None

@@ -118,7 +118,7 @@ class StepThread:
                 if time.monotonic() >= self._speculation_cache.due_s:
                     self._speculation_cache.write()
             self._speculation_cache.write()
-            self._core.save_pages()
+            self._core.save_pages_in_files()
             self.failure = EngineDeadError("The engine is shutting down. Retry.")
         except MantaError as error:
             self.failure = error

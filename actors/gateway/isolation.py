@@ -1,10 +1,16 @@
-"""Isolates requests under which a replica died, and tests them one at a time.
+"""Isolates requests under which a replica died, and tests them, a few at a time.
 
 Such a request is a suspect (`cluster/fleet/poison_requests.py`). Suspects wait in one queue per model and
-take turns. A replica serves at most one suspect, alongside ordinary requests, and at most half of a model's
-replicas (at least one) serve suspects at the same time. A turn ends when the suspect has outlived the point
-at which the replica died, has ended, or has killed the replica. All requests of an API key under whose
-requests several replicas died are suspects, one at a time. Runs on the event loop.
+take turns. At most half of a model's replicas (at least one) serve suspects, alongside ordinary requests. A
+turn ends when the suspect has outlived the point at which the replica died, has ended, or has killed the
+replica.
+
+Most requests that kill do so early. So one that had not run for long is tested alone, and one that had is
+tested beside others of its kind: each that passes lets one more run beside the next ones (1, 2, 4, 8, .. at a
+time), so that a death without a cause in the requests costs the streams little. After a death under several
+suspects each of these is tested alone. So a request that kills takes one other replica with it, and two if it
+kills late. All requests of an API key under whose requests several replicas died are suspects, one at a time.
+Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -54,6 +60,8 @@ class Isolation:
         self.by_key = by_key
         self.testing: set[bytes] = set()  # identities of the suspects that replicas are serving
         self._lines: dict[ServedModel, list[ReplicaAttempt]] = {}
+        self._tests: dict[Member, list[SuspectRequest]] = {}
+        self._num_together: dict[str, int] = {}  # by model: suspects that a replica may test, 1 if absent
         self._changed = asyncio.Event()
 
     @contextmanager
@@ -77,14 +85,45 @@ class Isolation:
             if line:
                 self.notify()
 
-    def next_suspect(self, model: ServedModel) -> ReplicaAttempt | None:
+    def next_suspect(self, model: ServedModel) -> SuspectRequest | None:
         """Return the waiting request that got the fewest tokens; those of suspect keys are last.
 
         Of equal requests, and of a suspect key's, only one is tested.
         """
         line = self._lines.get(model, ())
-        waiting = [t for t in line if t.case.is_suspect and t.case.identity not in self.testing]
-        return min(waiting, key=lambda t: (t.case.has_suspect_key, t.case.num_tokens_received), default=None)
+        waiting = [t.case for t in line if t.case.is_suspect and t.case.identity not in self.testing]
+        return min(waiting, key=lambda case: (case.has_suspect_key, case.num_tokens_received), default=None)
+
+    def has_room(self, member: Member, suspect: SuspectRequest) -> bool:
+        tests = self._tests.get(member, ())
+        if any(each.is_tested_alone for each in (suspect, *tests)):
+            return not tests
+        return len(tests) < self._num_together.get(member.record.names[0], 1)
+
+    def begin_test(self, member: Member, suspect: SuspectRequest) -> bool:
+        """Return whether no other suspect is tested there."""
+        tests = self._tests.setdefault(member, [])
+        for other in tests:
+            other.is_alone = False
+        tests.append(suspect)
+        member.tests_suspect = True
+        self.testing.add(suspect.tested_as)
+        return len(tests) == 1
+
+    def end_test(self, member: Member, suspect: SuspectRequest) -> None:
+        tests = self._tests[member]
+        tests.remove(suspect)
+        if not tests:
+            member.tests_suspect = False
+            del self._tests[member]
+        self.testing.discard(suspect.tested_as)
+        self.notify()
+
+    def on_passed(self, model: str) -> None:
+        self._num_together[model] = self._num_together.get(model, 1) + 1
+
+    def on_death(self, model: str) -> None:
+        self._num_together.pop(model, None)
 
     def notify(self) -> None:
         """Wake all waiting suspects: a replica or a place in the queue is free."""
@@ -118,8 +157,10 @@ class ReplicaAttempt:
             metrics.routed(name, choice)
             return member
         fleet.check(self._model)
-        if self._isolation.next_suspect(self._model) is self:
-            member = fleet.choose_for_suspect(self._model, chain, without=without)
+        if self._isolation.next_suspect(self._model) is self.case:
+            member = fleet.choose_for_suspect(
+                self._model, lambda each: self._isolation.has_room(each, self.case), chain, without=without
+            )
             if member is not None:
                 metrics.isolated(name)
                 return member
@@ -143,8 +184,10 @@ class SuspectRequest:
         self._path = path
         self._body = body
         self.digest: bytes | None = None  # of key and request; None until it is needed
-        self._tested_as = b""  # its identity during the test
-        self._tested_on: Member | None = None  # the replica, while this is the only suspect there
+        self.tested_as = b""  # its identity during the test
+        self.is_alone = False  # whether no other suspect was there so far
+        self._has_run_long = False  # on the last replica that died under it
+        self._tested_on: Member | None = None  # the replica, while it tests this suspect
         self._began_s = 0.0
         self.num_tokens_received = 0  # number of tokens that the request got in its last attempt
 
@@ -172,6 +215,13 @@ class SuspectRequest:
         return self._isolation.records.status_of_key(self.key) == "suspect"
 
     @property
+    def is_tested_alone(self) -> bool:
+        """Whether no other suspect is tested on its replica meanwhile."""
+        assert self.digest is not None
+        has_died_twice = self._isolation.records.num_deaths(self.digest) > 1
+        return self.has_suspect_key or has_died_twice or not self._has_run_long
+
+    @property
     def identity(self) -> bytes:
         """Return what at most one replica tests at a time: the key if it is suspect, else the request."""
         assert self.digest is not None
@@ -195,7 +245,7 @@ class SuspectRequest:
 
     @contextmanager
     def attempt(self, member: Member) -> Iterator[None]:
-        """Mark the request as served by a replica; a suspect is the only one there."""
+        """Mark the request as served by a replica, and as tested there if it is a suspect."""
         self._began_s, self.num_tokens_received = time.monotonic(), 0
         if not self.is_suspect:
             yield
@@ -203,9 +253,8 @@ class SuspectRequest:
         assert self.digest is not None
         lived_s = self._isolation.records.lived_s(self.digest)
         max_s = min(max(1.5 * lived_s, MIN_TRIAL_S), MAX_TRIAL_S)
-        self._tested_on, member.tests_suspect = member, True
-        self._tested_as = self.identity
-        self._isolation.testing.add(self._tested_as)
+        self._tested_on, self.tested_as = member, self.identity
+        self.is_alone = self._isolation.begin_test(member, self)
         timer = asyncio.get_running_loop().call_later(max_s, self._clear_suspicion)
         try:
             yield
@@ -222,23 +271,26 @@ class SuspectRequest:
         if self._tested_on is not None:
             assert self.digest is not None
             self._isolation.records.clear_suspicion(self.digest)
+            self._isolation.on_passed(self._tested_on.record.names[0])
             self._end_trial()
 
     def _end_trial(self) -> None:
         if self._tested_on is not None:
-            self._tested_on.tests_suspect = False
+            self._isolation.end_test(self._tested_on, self)
             self._tested_on = None
-            self._isolation.testing.discard(self._tested_as)
-            self._isolation.notify()
 
     def complete(self) -> None:
+        self._clear_suspicion()
         if self.digest is not None:
             self._isolation.records.complete(self.digest)
 
     async def record_death(self, member: Member, request_id: str) -> None:
         """Record that the replica died under the request. Call `check` afterwards."""
-        alone = self._tested_on is not None
+        alone = self._tested_on is not None and self.is_alone
+        self._isolation.on_death(member.record.names[0])
         lived_s = time.monotonic() - self._began_s
+        num_tokens = self.num_tokens_received
+        self._has_run_long = num_tokens >= SURVIVED_TOKENS if num_tokens else lived_s >= MIN_TRIAL_S
         digest = await self._identify()
         records = self._isolation.records
         standing = records.record_death(digest, member.name, alone=alone, lived_s=lived_s, key=self.key)

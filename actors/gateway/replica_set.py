@@ -40,7 +40,7 @@ class Member:
     here: int = 0  # requests from this gateway in flight there
     others: int = 0  # requests from other gateways, by its last heartbeat
     broken: bool = False  # its socket failed, and no heartbeat has arrived since
-    tests_suspect: bool = False  # it serves a request under which another replica died (`isolation.py`)
+    tests_suspect: bool = False  # it serves requests under which another replica died (`isolation.py`)
     _peaks: tuple[int, int] = (0, 0)  # peak of `here` between the last two heartbeats, and since the last
     _attempts: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
 
@@ -150,12 +150,22 @@ class Fleet:
         return self._members[choice.replica], choice
 
     def choose_for_suspect(
-        self, model: ServedModel, chain: Sequence[int] = (), *, without: Iterable[str] = ()
+        self,
+        model: ServedModel,
+        has_room: Callable[[Member], bool],
+        chain: Sequence[int] = (),
+        *,
+        without: Iterable[str] = (),
     ) -> Member | None:
-        """Choose a replica that tests no suspect; None while half of the model's (at least one) test some."""
+        """Choose a replica that has room for a suspect; None while there is none.
+
+        Half of the model's replicas (at least one) may test suspects.
+        """
         there = self.check(model)
-        able = {m.name: m.load for m in self._able(model, there, without) if not m.tests_suspect}
-        if not able or sum(member.tests_suspect for member in there) >= max(1, len(there) // 2):
+        testing = [member for member in there if member.tests_suspect]
+        allowed = testing if len(testing) >= max(1, len(there) // 2) else there
+        able = {m.name: m.load for m in self._able(model, there, without) if m in allowed and has_room(m)}
+        if not able:
             return None
         return self._members[self._routers[model.names[0]].choose(able, chain).replica]
 

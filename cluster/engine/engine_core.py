@@ -13,6 +13,7 @@ from typing import cast
 
 from ..config import EngineConfig
 from ..errors import EngineDeadError, OverloadedError, RequestError, brief
+from ..pages.page_files import PageFolder
 from ..records.acceptance_slices import BlockGroup
 from ..records.request_timeline import RequestTimeline
 from ..request.request import FinishReason, Request, SamplingParams
@@ -241,11 +242,21 @@ class EngineCore:
         self._scheduler.kv_cache_manager.cache.clear()
 
     def close(self) -> None:
-        self.save_pages()
+        self.save_pages_in_files()
         self._executor.close()
 
+    @property
+    def page_folder(self) -> PageFolder | None:
+        """The files of the tier below the pages; None if there are none, or none any more."""
+        return self._queues.tier.folder
+
+    def save_pages_in_files(self) -> None:
+        """Save for another start what the files lack."""
+        if self.page_folder is not None:
+            self.save_pages()
+
     def save_pages(self) -> None:
-        """Save what the tier below the pages lacks, for another start; for some seconds at most."""
+        """Save what the tier below the pages lacks; for some seconds at most."""
         end_s = self._clock() + _SAVE_S
         with suppress(EngineDeadError):
             while self._queues.tier.is_busy and not self._scheduler.in_flight and self._clock() < end_s:

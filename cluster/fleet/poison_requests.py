@@ -1,8 +1,9 @@
 """Digests of requests under which replicas died: suspect after the first death, poisonous after the second.
 
 This is the online counterpart of the poison search of batch jobs (`cluster/batch/leases.py`). A suspect
-request is tried once more as the only suspect on its replica. If that replica dies too, the request is
-poisonous and refused for a while. A client that changes its request each time has a new digest each time, so
+request is tried once more. If that replica dies too, and the request was the only suspect there, it is
+poisonous and refused for a while, and the others that were there are not to blame; if there were several
+suspects, each is tried alone. A client that changes its request each time has a new digest each time, so
 deaths are also counted by API key: all requests of a suspect key are tried alone, and those of a poisonous
 key are refused. Bounded in number and time. Each gateway has one (`actors/gateway/isolation.py`).
 """
@@ -10,7 +11,7 @@ key are refused. Bounded in number and time. Each gateway has one (`actors/gatew
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -49,6 +50,8 @@ class DeathRecords:
         self._max_records = max_records
         self._suspects: OrderedDict[bytes, _Record] = OrderedDict()  # oldest first, like the next one
         self._poisonous: OrderedDict[bytes, _Record] = OrderedDict()
+        # Replicas whose deaths a poisonous request explains: those who shared them are not to blame.
+        self._explained = deque[str](maxlen=max_records)
         self._key_standings: dict[str, Standing] = {}  # computed since the last change of a record
 
     def __bool__(self) -> bool:
@@ -65,6 +68,11 @@ class DeathRecords:
         """Return the longest time that the request ran on a replica that died, in seconds."""
         record = self._suspects.get(digest)
         return 0.0 if record is None else record.lived_s
+
+    def num_deaths(self, digest: bytes) -> int:
+        """Return how many replicas died under a suspect request, within the time that deaths are kept."""
+        record = self._suspects.get(digest)
+        return 0 if record is None else len(record.replicas)
 
     def status_of_key(self, key: str | None) -> Standing:
         """Return a key's standing by its poisonous requests, and by its suspects that no trial has cleared.
@@ -95,20 +103,33 @@ class DeathRecords:
         once: a request that was sent to it again before its death was known has not killed another.
         """
         self._expire()
+        if replica in self._explained:
+            return self.status_of(digest)
         self._key_standings.clear()
         record = self._suspects.pop(digest, None) or _Record(0.0, key)
         is_known = replica in record.replicas
         record.replicas.add(replica)
         record.since_s, record.suspect = self._clock(), True
         record.lived_s = max(record.lived_s, lived_s)
-        if digest in self._poisonous or (alone and not is_known) or len(record.replicas) >= MAX_DEATHS:
+        is_killer = alone and not is_known
+        if digest in self._poisonous or is_killer or len(record.replicas) >= MAX_DEATHS:
             self._poisonous.pop(digest, None)
             self._poisonous[digest] = record
             _drop_oldest(self._poisonous, self._max_records)
+            if is_killer:
+                self._explain(replica)
             return "poisonous"
         self._suspects[digest] = record
         _drop_oldest(self._suspects, self._max_records)
         return "suspect"
+
+    def _explain(self, replica: str) -> None:
+        """Take a death, which one request has caused, from all others that shared it."""
+        self._explained.append(replica)
+        for digest, record in list(self._suspects.items()):
+            record.replicas.discard(replica)
+            if not record.replicas:
+                del self._suspects[digest]
 
     def clear_suspicion(self, digest: bytes) -> None:
         """Record that a suspect ran longer than on a replica that died; it need not run alone any more."""

@@ -28,6 +28,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ManyOf
 from dataclasses import dataclass, field
 
+from ..pages.page_files import PageFolder
 from ..step.limits import SchedulerConfig
 from ..step.page_transfer import KVTierInfo, MovedPage, PagesMoved, PageTransfer
 from ..step.scheduler_output import SchedulerOutput, StepTimings
@@ -55,9 +56,10 @@ _ORDER_S = 0.01  # by which a page is worth less than the one before it, without
 
 
 class NoTier:
-    """No tier: every page that is evicted is lost."""
+    """No tier: every page that is evicted is lost. `folder`: of the pages' files; None if there is none."""
 
     is_busy = False
+    folder: PageFolder | None = None
 
     def offer(self, sequence: Sequence) -> None:
         """Remember the pages of a sequence that leaves its slot, before they are freed."""
@@ -112,7 +114,7 @@ class KVTier(NoTier):
     """
 
     def __init__(self, info: KVTierInfo, manager: KVCacheManager) -> None:
-        self._info, self._manager = info, manager
+        self._info, self._manager, self.folder = info, manager, info.folder
         self._host = tuple(map(HostPages, info.num_host_pages))  # by group
         self._chains: deque[list[bytes]] = deque()  # digests, to be saved
         # Leading pages of the first chain, and when its save began: the time of use of all its pages, because
@@ -184,7 +186,7 @@ class KVTier(NoTier):
         host, keep_s = self._host[group], self._keep_s(group, index) - (now_s - self._chain_s)
         is_there = host.renew(digest, now_s + keep_s)
         place = None if is_there else host.begin_write(digest, now_s + keep_s)
-        if place is not None or self._info.folder is not None:
+        if place is not None or self.folder is not None:
             yield MovedPage(group, digest, page, keep_s, place)
 
     def _keep_s(self, group: int, index: int) -> float:
@@ -262,8 +264,7 @@ class KVTier(NoTier):
         return digest in self._host[group]
 
     def _has(self, group: int, digest: bytes) -> bool:
-        folder = self._info.folder
-        return digest in self._host[group] or (folder is not None and folder.has(group, digest))
+        return digest in self._host[group] or (self.folder is not None and self.folder.has(group, digest))
 
     def _read_s(self, missing: Iterable[tuple[int, int, bytes]]) -> float:
         """Return the estimated seconds to read these pages: index, group, digest."""
@@ -342,7 +343,7 @@ class KVTier(NoTier):
 
     def stop(self, why: str) -> None:
         logger.warning("The K/V tier is not used any more: %s.", why)
-        self._is_stopped = True
+        self._is_stopped, self.folder = True, None
         self._chains.clear()
 
 

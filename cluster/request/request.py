@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypedDict, cast
 
 from ..errors import RequestError, brief
 from .structured_outputs import Grammar, StructuredOutputsParams
@@ -276,6 +276,14 @@ _READERS: Sequence[tuple[Iterable[str], Callable[[str, Any], object]]] = (
 def _require(ok: bool, name: str, value: object, wanted: str) -> None:
     if not ok:
         raise RequestError(f"{name}={brief(value)} is not allowed: it must be {wanted}.", param=name)
+
+
+class SpeculationOptions(TypedDict, total=False):
+    """Fields of `Request` that bound its drafts."""
+
+    max_draft_tokens: int | None
+    tpot_ms: float | None
+    adaptive_drafts: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What a tier below the K/V pages saves, and that no death of an engine changes a token.
 
-    python tests/trials kv_tier FILE.json [TARGET DRAFTER [PROMPT_TOKENS]]      (`make kv-tier`)
+    python tests/trials kv_tier FILE.json [TARGET DRAFTER [PROMPT_TOKENS [SESSIONS]]]      (`make kv-tier`)
 
 1. Sessions take turns, twice as many as the pages hold, so that each one's pages are evicted before its next
    turn. The prompt tokens that are computed are counted with a tier and without.
@@ -206,9 +206,8 @@ def _kill_one(
     deaths.largest_bytes = max(deaths.largest_bytes, sum(files))
 
 
-def main(output: Path, target: str, drafter: str, prompt_tokens: int) -> int:
+def main(output: Path, target: str, drafter: str, sessions: Sessions) -> int:
     made_by, settings = provenance(), settings_of(target, drafter)
-    sessions = Sessions(prompt_tokens=prompt_tokens)
     tokens = read_tokens(target, KILLED_PROMPTS * KILLED_PROMPT_TOKENS)
     prompts = split(tokens, KILLED_PROMPT_TOKENS)
     with tempfile.TemporaryDirectory() as scratch:
@@ -227,4 +226,5 @@ def main(output: Path, target: str, drafter: str, prompt_tokens: int) -> int:
 
 if __name__ == "__main__":
     pair = sys.argv[2:4] or [str(MODELS / "target"), str(MODELS / "drafter")]
-    sys.exit(main(Path(sys.argv[1]), *pair, prompt_tokens=int((sys.argv[4:] or ["768"])[0])))
+    length, count, *_ = [*map(int, sys.argv[4:]), *(768, 32)[len(sys.argv[4:]) :]]
+    sys.exit(main(Path(sys.argv[1]), *pair, Sessions(count, count // 2, length)))

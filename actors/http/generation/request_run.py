@@ -130,9 +130,7 @@ class GenerationRun:
         return {
             "priority": self.task.priority,
             "cache_salt": self.task.caller.salt(request.cache_salt),
-            "max_draft_tokens": request.speculative.max_draft_tokens,
-            "tpot_ms": request.speculative.tpot_ms,
-            "adaptive_drafts": request.speculative.adaptive,
+            **request.speculative.options,
             "trace": self._traces or self._detailed,
             "resume_state": self.task.resume_state,
             "client_id": self.task.request_id,

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from ....cluster.errors import RequestError, brief_name, did_you_mean
 from ....cluster.request.caller import REQUEST_ID
-from ....cluster.request.request import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
+from ....cluster.request.request import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams, SpeculationOptions
 from ....cluster.request.structured_outputs import CONSTRAINTS, StructuredOutputsParams
 from ...tokenization.generation_config import GenerationDefaults
 from ..config.settings import UnknownParams
@@ -109,6 +109,14 @@ class Speculative(RequestModel):
     def max_draft_tokens(self) -> int | None:
         """The bound of `Request` in `cluster/request/request.py`."""
         return self.max_tokens if self.enabled else 0
+
+    @property
+    def options(self) -> SpeculationOptions:
+        return {
+            "max_draft_tokens": self.max_draft_tokens,
+            "tpot_ms": self.tpot_ms,
+            "adaptive_drafts": self.adaptive,
+        }
 
 
 class JsonSchemaFormat(RequestModel):

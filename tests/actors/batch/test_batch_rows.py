@@ -6,7 +6,7 @@ import asyncio
 import gzip
 import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +32,9 @@ from manta.actors.http.protocol.chat_completion import ChatRequest
 from manta.actors.http.protocol.completion import CompletionRequest
 from manta.actors.tokenization.generation_config import GenerationDefaults
 from manta.cluster.config import EngineConfig
+from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import ConfigError, DatasetError, EngineDeadError, RequestError
+from manta.cluster.request.request import Request
 from support.checkpoints.text_pair import tiny_settings
 
 DATASET = RowSchema()
@@ -489,6 +491,32 @@ def test_a_row_with_several_completions_has_all_in_its_response(text_pair_config
     texts = [choice["message"]["content"] for choice in body["choices"]]
     assert texts[0] == two["text"] == earlier[1]["text"] and len(texts) == 2
     assert (earlier[1]["ignored"], two["ignored"]) == (["n"], [])
+
+
+def test_a_rows_options_of_speculation_reach_its_request(
+    text_pair_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds = {"max_tokens": 1, "tpot_ms": 50, "adaptive": False}
+    rows = [
+        {"id": name, "prompt": "x", "max_tokens": 2, "speculative": given}
+        for name, given in (("bounded", bounds), ("plain", {"enabled": False}))
+    ]
+    made: list[Request] = []
+    add_requests = EngineCore.add_requests
+
+    def noted(self: EngineCore, requests: Sequence[Request]) -> None:
+        made.extend(requests)
+        add_requests(self, requests)
+
+    async def answer(engine: AsyncEngine) -> list[Result]:
+        answerer = RowAnswerer(engine, DATASET, NO_DEFAULTS, "tiny")
+        return [await answerer.answer(Row(i, row)) for i, row in enumerate(rows)]
+
+    monkeypatch.setattr(EngineCore, "add_requests", noted)
+    assert [row["finish_reason"] for row in answered(text_pair_config, answer)] == ["length"] * 2
+    bounded, plain = made
+    assert (bounded.max_draft_tokens, bounded.tpot_ms, bounded.adaptive_drafts) == (1, 50, False)
+    assert (plain.max_draft_tokens, plain.tpot_ms, plain.adaptive_drafts) == (0, None, True)
 
 
 def test_only_an_engines_death_is_not_attributed_to_the_row(

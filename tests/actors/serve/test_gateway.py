@@ -44,7 +44,7 @@ from support.checkpoints.chat_pairs import ARGUMENTS, HERMES, SAID, TOOLS, chat_
 from support.checkpoints.text_pair import make_text_pair, tiny_settings
 from support.engines.passing_executor import PassingExecutor
 from support.servers.gateway_stand import GatewayStand, LocalDirectory, dying_stand
-from support.servers.server_probes import RESUMABLE, events, events_with_ids, http_client
+from support.servers.server_probes import RESUMABLE, events, events_with_ids, http_client, resumed_streams
 from support.waiting import wait_until
 
 
@@ -348,25 +348,10 @@ def test_a_stream_continues_at_any_gateway_from_the_last_id_of_an_event(
     with GatewayStand([(config, served("tiny"))]) as one, GatewayStand([(config, served("tiny"))]) as other:
         plain = httpx.post(one.url + path, json=body, timeout=600).text
         assert "\nid: " not in plain and not plain.startswith("id: ")
-        whole = ""
-
-        def has_many_ids() -> bool:
-            nonlocal whole
-            whole = httpx.post(one.url + path, json=body, headers=RESUMABLE, timeout=600).text
-            return whole.count("\n\nid: ") >= 4
-
-        wait_until(has_many_ids)  # a busy gateway passes many tokens on at once, in an event
-        blocks = whole.split("\n\n")[:-1]
-        expected = joined_deltas(events_with_ids(whole)[0] + events_with_ids(whole)[2])
-        for cut in range(1, len(blocks) + 1, 3):
-            had, last_id, _ = events_with_ids("".join(f"{block}\n\n" for block in blocks[:cut]))
-            if not last_id:
-                continue
-            headers = {"Last-Event-ID": last_id}
-            rest = httpx.post(other.url + path, json=body, headers=headers, timeout=600)
-            assert rest.status_code == 200 and rest.text.endswith("data: [DONE]\n\n")
-            more, _, end = events_with_ids(rest.text)
-            assert joined_deltas([*had, *more, *end]) == expected
+        whole, resumed = resumed_streams(one.url + path, other.url + path, body)
+    assert whole[-1] == "data: [DONE]" and resumed
+    for found in resumed:
+        assert found[-1] == "data: [DONE]" and joined_deltas(found) == joined_deltas(whole)
 
 
 def test_a_stream_that_cannot_be_continued_says_so(http: httpx.Client) -> None:

@@ -19,8 +19,7 @@ from manta.cluster.step.scheduler_output import NOT_A_NUMBER, StepResult
 from support.checkpoints.chat_pairs import ARGUMENTS, HERMES, SAID, TOOLS, chat_config, saying
 from support.engines.passing_executor import PassingExecutor
 from support.servers.gateway_stand import GatewayStand, dying_stand
-from support.servers.server_probes import RESUMABLE, events_with_ids
-from support.waiting import wait_until
+from support.servers.server_probes import RESUMABLE, resumed_streams
 
 _FUNCTIONS = [tool["function"] for tool in TOOLS]
 _COMMON: dict[str, Any] = {"model": "tiny", "temperature": 0, "stream": True, **saying(SAID)}
@@ -113,27 +112,10 @@ def test_an_agents_stream_continues_at_any_gateway_from_the_last_id_of_an_event(
 ) -> None:
     body, models = BODIES[path], [(config, ServerSettings(served_model_name="tiny"))]
     with GatewayStand(models) as one, GatewayStand(models) as other:
-        whole = ""
-
-        def has_many_ids() -> bool:
-            nonlocal whole
-            whole = httpx.post(one.url + path, json=body, headers=RESUMABLE, timeout=600).text
-            return whole.count("\n\nid: ") >= 4
-
-        wait_until(has_many_ids)  # a busy gateway passes many tokens on at once, in an event
-        blocks = whole.split("\n\n")[:-1]
-        had, _, end = events_with_ids(whole)
-        expected = told(payloads(had + end), _OF_RUN)
-        for cut in range(1, len(blocks) + 1, 3):
-            had, last_id, _ = events_with_ids("".join(f"{block}\n\n" for block in blocks[:cut]))
-            if not last_id:
-                continue
-            rest = httpx.post(other.url + path, json=body, headers={"Last-Event-ID": last_id}, timeout=600)
-            assert rest.status_code == 200, rest.text
-            more, _, end = events_with_ids(rest.text)
-            found = payloads([*had, *more, *end])
-            assert is_numbered(found)
-            assert told(found, _OF_RUN) == expected
+        whole, resumed = resumed_streams(one.url + path, other.url + path, body)
+    assert resumed
+    for found in map(payloads, resumed):
+        assert is_numbered(found) and told(found, _OF_RUN) == told(payloads(whole), _OF_RUN)
 
 
 SAMPLED: dict[str, dict[str, Any]] = {

@@ -385,15 +385,26 @@ def test_pages_without_the_drafters_context_are_not_saved() -> None:
     assert not tier.pages
 
 
+@pytest.mark.parametrize("has_files", [True, False])
+def test_at_its_end_an_engine_saves_what_another_start_can_read(has_files: bool) -> None:
+    tier = Tier()
+    engine = open_moving(INFO, tier, num_host_pages=0 if has_files else 99, has_files=has_files)
+    engine.run(make_request("first", PROMPT, max_tokens=4))
+    engine.close()
+    assert bool(tier.pages) == has_files and not engine.executor.host
+
+
 def test_after_the_drafter_was_replaced_the_tier_is_neither_written_nor_read() -> None:
     tier = Tier()
     answered(tier)
     known = dict(tier.pages)
     other = open_moving(INFO, tier)
+    assert other.page_folder is not None
     other.executor.start_drafter()
     other.run(make_request("again", PROMPT, max_tokens=4), make_request("new", PROMPT[5:], max_tokens=4))
     finish(other)
     assert other.outputs.cached["again"] == 0 and tier.pages == known
+    assert other.page_folder is None, "a router would expect hits"
 
 
 def test_a_transfer_has_ended_when_it_has_on_all_ranks_with_what_all_moved() -> None:

@@ -86,7 +86,7 @@ class StandReplica:
             max_requests=self._max_requests,
             max_model_len=self.engine.info.max_model_len,
             created_s=1,
-            kv_tier=None if (tier := self.engine.info.kv_tier) is None else str(tier.folder),
+            kv_tier=None if (folder := self.engine.page_folder) is None else str(folder),
         )
 
 

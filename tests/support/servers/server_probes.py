@@ -11,7 +11,7 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.checkpoints.text_pair import LiveServer
-from support.waiting import WAIT_S
+from support.waiting import WAIT_S, wait_until
 
 Serve = Callable[..., LiveServer]  # the fixture of tests/actors/http
 
@@ -81,3 +81,25 @@ def events_with_ids(text: str) -> tuple[list[str], str, list[str]]:
             kept = number
         found.append(event)
     return found[:kept], last_id, found[kept:]
+
+
+def resumed_streams(url: str, other_url: str, body: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the events of a whole stream, and of others that are cut and continue at another gateway."""
+    whole = ""
+
+    def has_many_ids() -> bool:
+        nonlocal whole
+        whole = httpx.post(url, json=body, headers=RESUMABLE, timeout=WAIT_S).text
+        return whole.count("\n\nid: ") >= 4
+
+    wait_until(has_many_ids)  # a busy gateway passes many tokens on at once, in an event
+    blocks, resumed = whole.split("\n\n")[:-1], list[list[str]]()
+    for cut in range(1, len(blocks) + 1, 3):
+        had, last_id, _ = events_with_ids("".join(f"{block}\n\n" for block in blocks[:cut]))
+        if last_id:
+            rest = httpx.post(other_url, json=body, headers={"Last-Event-ID": last_id}, timeout=WAIT_S)
+            assert rest.status_code == 200, rest.text
+            more, _, end = events_with_ids(rest.text)
+            resumed.append([*had, *more, *end])
+    had, _, end = events_with_ids(whole)
+    return [*had, *end], resumed
