@@ -17,6 +17,7 @@ from ..serve.replica_lifecycle import POLL_S
 from ..serve.serve_hooks import RayServeHost, listen_as_ray_does, proxy_listens, restore_print
 from ..system.event_loop import tune_gc
 from ..system.log_setup import LogSettings, log_to_stderr
+from ..system.orphan_watch import end_with_raylet
 from ..workers.base.ray_resources import may_grow
 from .replica_registry import DirectoryClient
 from .replica_set import Fleet, ServedModel
@@ -37,6 +38,7 @@ class Gateway:
         log_to_stderr(LogSettings(settings.log_format).of(process="gateway", replica=replica))
         self._settings = settings
         self._traffic = Traffic()
+        end_with_raylet(lambda: not self._traffic.open)
         self._engines = dict(zip(models, engines, strict=True))
         directory = DirectoryClient(serve.get_replica_context().app_name)
         self._fleet = Fleet(models, directory, self._wake)

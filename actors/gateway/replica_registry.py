@@ -7,6 +7,7 @@ Ray restarts it on any node. It ends itself when it has not been called for a wh
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -98,11 +99,13 @@ NAMESPACE = "manta"
 class DirectoryActor(Directory):
     def __init__(self) -> None:
         super().__init__()
-        threading.Thread(target=self._exit_when_unused, daemon=True).start()
+        threading.Thread(target=self._exit_when_unused, args=(os.getppid(),), daemon=True).start()
 
-    def _exit_when_unused(self) -> None:
+    def _exit_when_unused(self, raylet: int) -> None:
         while not self.is_unused:
             time.sleep(1.0)
+        if os.getppid() != raylet:  # it has died, and Ray has restarted this actor on another node
+            os._exit(0)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
