@@ -1,12 +1,13 @@
 """What a death costs clients: every process of a real server is killed under 32 streams.
 
-    python tests/trials serving_chaos docs/operations-deaths      writes .md and .json (`make chaos`)
+    python tests/trials serving_chaos docs/operations-deaths [SETUP ..]   writes .md and .json (`make chaos`)
 
 Each setup starts a server, lets 32 streams run undisturbed for their texts, and then, death by death, runs
 them again and kills a process with SIGKILL while all are open. Meanwhile a client repeatedly requests one
 token. Results: how the streams ended (complete with the same text, with an error event, cut, refused), how
 long the slowest waited for its next event, when new requests were answered again permanently, the parts of
-that time (`serving_log.py`), and what is left behind. A short form is `test_serve_chaos.py`.
+that time (`serving_log.py`), and what is left behind. With names of setups, only these are run; the file's
+others stay. A short form is `test_serve_chaos.py`.
 """
 
 from __future__ import annotations
@@ -422,14 +423,25 @@ def table(found: Sequence[Found]) -> str:
 
 
 def main(output: Path, only: Sequence[str]) -> None:
-    made_by = provenance()  # before the page is another one
-    schedule = [setup for setup in SCHEDULE if not only or setup.name in only]
+    made_by = dict.fromkeys(only or [setup.name for setup in SCHEDULE], provenance())
+    schedule, found = [setup for setup in SCHEDULE if setup.name in made_by], list[Found]()
+    if only:
+        known = json.loads(output.with_suffix(".json").read_text())
+        found += [_read(each) for each in known["deaths"] if each["setup"] not in made_by]
+        made_by = {**known["provenance"], **made_by}
     with tempfile.TemporaryDirectory() as scratch:
         pair = make_text_pair(Path(scratch))
-        found = list(run_schedule(schedule, pair, Path(scratch)))
+        found += run_schedule(schedule, pair, Path(scratch))
+    order = [setup.name for setup in SCHEDULE]
+    found.sort(key=lambda each: order.index(each.setup))
     output.with_suffix(".md").write_text(table(found))
     figures = {"provenance": made_by, "deaths": [{**asdict(each), "held": each.held} for each in found]}
     output.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _read(each: dict[str, Any]) -> Found:  # Any: JSON
+    fields = {name: value for name, value in each.items() if name != "held"}
+    return Found(**{**fields, "back": Return(**each["back"])})
 
 
 if __name__ == "__main__":
