@@ -2,8 +2,8 @@
 
 This is the online counterpart of the poison search of batch jobs (`cluster/batch/leases.py`). A suspect
 request is tried once more. If that replica dies too, and the request was the only suspect there, it is
-poisonous and refused for a while, and the others that were there are not to blame; if there were several
-suspects, each is tried alone. A client that changes its request each time has a new digest each time, so
+poisonous and refused for a while, and that death does not count for others; if there were several suspects,
+each is tried alone. A client that changes its request each time has a new digest each time, so
 deaths are also counted by API key: all requests of a suspect key are tried alone, and those of a poisonous
 key are refused. Bounded in number and time. Each gateway has one (`actors/gateway/isolation.py`).
 """
@@ -30,7 +30,7 @@ MAX_POISONOUS = 3
 class _Record:
     since_s: float
     key: str | None
-    replicas: set[str] = field(default_factory=set[str])  # replicas that died under the request
+    replicas: set[str] = field(default_factory=set[str])  # that died under it; no other request is to blame
     suspect: bool = True
     lived_s: float = 0.0  # the longest time that it ran on one of them
 
@@ -50,7 +50,7 @@ class DeathRecords:
         self._max_records = max_records
         self._suspects: OrderedDict[bytes, _Record] = OrderedDict()  # oldest first, like the next one
         self._poisonous: OrderedDict[bytes, _Record] = OrderedDict()
-        # Replicas whose deaths a poisonous request explains: those who shared them are not to blame.
+        # Replicas whose deaths a poisonous request explains, so that they count for no other.
         self._explained = deque[str](maxlen=max_records)
         self._key_standings: dict[str, Standing] = {}  # computed since the last change of a record
 
@@ -70,7 +70,7 @@ class DeathRecords:
         return 0.0 if record is None else record.lived_s
 
     def num_deaths(self, digest: bytes) -> int:
-        """Return how many replicas died under a suspect request, within the time that deaths are kept."""
+        """Return how many replicas died under a suspect request that no other is known to have killed."""
         record = self._suspects.get(digest)
         return 0 if record is None else len(record.replicas)
 
@@ -103,15 +103,13 @@ class DeathRecords:
         once: a request that was sent to it again before its death was known has not killed another.
         """
         self._expire()
-        if replica in self._explained:
-            return self.status_of(digest)
         self._key_standings.clear()
         record = self._suspects.pop(digest, None) or _Record(0.0, key)
-        is_known = replica in record.replicas
-        record.replicas.add(replica)
+        is_new = replica not in record.replicas and replica not in self._explained
+        record.replicas.update([replica] if is_new else [])
         record.since_s, record.suspect = self._clock(), True
         record.lived_s = max(record.lived_s, lived_s)
-        is_killer = alone and not is_known
+        is_killer = alone and is_new
         if digest in self._poisonous or is_killer or len(record.replicas) >= MAX_DEATHS:
             self._poisonous.pop(digest, None)
             self._poisonous[digest] = record
@@ -124,12 +122,10 @@ class DeathRecords:
         return "suspect"
 
     def _explain(self, replica: str) -> None:
-        """Take a death, which one request has caused, from all others that shared it."""
+        """Count a death, which one request has caused, for no other that shared it; these stay suspects."""
         self._explained.append(replica)
-        for digest, record in list(self._suspects.items()):
+        for record in self._suspects.values():
             record.replicas.discard(replica)
-            if not record.replicas:
-                del self._suspects[digest]
 
     def clear_suspicion(self, digest: bytes) -> None:
         """Record that a suspect ran longer than on a replica that died; it need not run alone any more."""
