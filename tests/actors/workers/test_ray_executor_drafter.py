@@ -7,7 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from manta.actors.workers.ray_executor import RayExecutor
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine.engine_core import EngineCore
 from manta.cluster.errors import CheckpointError, ConfigError
+from manta.cluster.step.executor import DrafterHealth
 from support.checkpoints.tiny import make_tiny_drafter
 from support.engines.ray_engines import acceptance, alive, requests, run_all
 from support.waiting import wait_until
@@ -97,23 +98,22 @@ def test_a_drafter_is_swapped_while_requests_run_and_an_unfitting_one_changes_no
     other = make_tiny_drafter(tmp_path / "other", seed=2)
     shorter = make_tiny_drafter(tmp_path / "shorter", block_size=4)
     for config in (speculative, split):
-        executor = RayExecutor(config) if config is split else InProcessExecutor(config)
-        engine = EngineCore(config, executor)
-        for model, error in ((str(tmp_path / "nothing"), CheckpointError), (str(shorter), ConfigError)):
-            with pytest.raises(error, match=r"speculative_config\.model|num_speculative_tokens"):
-                executor.swap_drafter(model)
-        assert executor.drafter_health.generation == 0
+        with closing(RayExecutor(config) if config is split else InProcessExecutor(config)) as executor:
+            engine = EngineCore(config, executor)
+            for model, error in ((str(tmp_path / "nothing"), CheckpointError), (str(shorter), ConfigError)):
+                with pytest.raises(error, match=r"speculative_config\.model|num_speculative_tokens"):
+                    executor.swap_drafter(model)
+            assert executor.drafter_health.generation == 0
 
-        def swap(step: int, executor=executor) -> None:
-            if step == 3:
-                executor.swap_drafter(str(other))
+            def swap(step: int, executor=executor) -> None:
+                if step == 3:
+                    executor.swap_drafter(str(other))
 
-        assert run_all(engine, swap) == expected
-        run_until(engine, lambda executor=executor: executor.drafter_health.generation == 1)
-        assert executor.drafter_health.ready
-        assert run_all(engine) == expected
-        assert engine.stats().num_accepted_tokens > 0
-        executor.close()
+            assert run_all(engine, swap) == expected
+            # On a busy machine it may be late now and then, and is not ready then.
+            run_until(engine, lambda executor=executor: executor.drafter_health == DrafterHealth(True, 1))
+            assert run_all(engine) == expected
+            assert engine.stats().num_accepted_tokens > 0
 
 
 def test_two_engines_share_a_drafter_which_ends_after_both(
