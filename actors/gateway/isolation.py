@@ -7,10 +7,10 @@ replica.
 
 Most requests that kill do so early. So one that had not run for long is tested alone, and one that had is
 tested beside others of its kind: each that passes lets one more run beside the next ones (1, 2, 4, 8, .. at a
-time), so that a death without a cause in the requests costs the streams little. After a death under several
-suspects each of these is tested alone. So a request that kills takes one other replica with it, and two if it
-kills late. All requests of an API key under whose requests several replicas died are suspects, one at a time.
-Runs on the event loop.
+time), so that a death without a cause in the requests costs the streams little. When a replica dies under
+several, these have not run for long there, so each is tested alone. So a request that kills takes one other
+replica with it, and two if it kills late. All requests of an API key under whose requests several replicas
+died are suspects, one at a time. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -119,6 +119,10 @@ class Isolation:
         self.testing.discard(suspect.tested_as)
         self.notify()
 
+    def has_culprit(self, member: Member, suspect: SuspectRequest) -> bool:
+        """Whether another suspect is tested alone there."""
+        return any(each.is_alone and each is not suspect for each in self._tests.get(member, ()))
+
     def on_passed(self, model: str) -> None:
         self._num_together[model] = self._num_together.get(model, 1) + 1
 
@@ -217,9 +221,7 @@ class SuspectRequest:
     @property
     def is_tested_alone(self) -> bool:
         """Whether no other suspect is tested on its replica meanwhile."""
-        assert self.digest is not None
-        has_died_twice = self._isolation.records.num_deaths(self.digest) > 1
-        return self.has_suspect_key or has_died_twice or not self._has_run_long
+        return self.has_suspect_key or not self._has_run_long
 
     @property
     def identity(self) -> bytes:
@@ -291,9 +293,11 @@ class SuspectRequest:
         lived_s = time.monotonic() - self._began_s
         num_tokens = self.num_tokens_received
         self._has_run_long = num_tokens >= SURVIVED_TOKENS if num_tokens else lived_s >= MIN_TRIAL_S
+        has_culprit = self._isolation.has_culprit(member, self)
         digest = await self._identify()
-        records = self._isolation.records
-        standing = records.record_death(digest, member.name, alone=alone, lived_s=lived_s, key=self.key)
+        standing = self._isolation.records.record_death(
+            digest, member.name, alone=alone, lived_s=lived_s, key=self.key, has_culprit=has_culprit
+        )
         if standing == "poisonous":
             self._isolation.metrics.poisonous(member.record.names[0])
             logger.error(

@@ -69,11 +69,6 @@ class DeathRecords:
         record = self._suspects.get(digest)
         return 0.0 if record is None else record.lived_s
 
-    def num_deaths(self, digest: bytes) -> int:
-        """Return how many replicas died under a suspect request that no other is known to have killed."""
-        record = self._suspects.get(digest)
-        return 0 if record is None else len(record.replicas)
-
     def status_of_key(self, key: str | None) -> Standing:
         """Return a key's standing by its poisonous requests, and by its suspects that no trial has cleared.
 
@@ -95,17 +90,25 @@ class DeathRecords:
         return "suspect" if num_poisonous or len(replicas) >= MAX_DEATHS else "clear"
 
     def record_death(
-        self, digest: bytes, replica: str, *, alone: bool, lived_s: float, key: str | None = None
+        self,
+        digest: bytes,
+        replica: str,
+        *,
+        alone: bool,
+        lived_s: float,
+        key: str | None = None,
+        has_culprit: bool = False,
     ) -> Standing:
         """Record a death of `replica` `lived_s` after a request began there as the only suspect (`alone`).
 
+        `has_culprit`: another request was; the death counts for that one alone.
         `key` is the owner of the request's API key, None if deaths are not counted by key. A replica dies
         once: a request that was sent to it again before its death was known has not killed another.
         """
         self._expire()
         self._key_standings.clear()
         record = self._suspects.pop(digest, None) or _Record(0.0, key)
-        is_new = replica not in record.replicas and replica not in self._explained
+        is_new = not has_culprit and replica not in record.replicas and replica not in self._explained
         record.replicas.update([replica] if is_new else [])
         record.since_s, record.suspect = self._clock(), True
         record.lived_s = max(record.lived_s, lived_s)

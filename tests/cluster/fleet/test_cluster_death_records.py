@@ -45,11 +45,12 @@ def test_a_death_that_its_killer_explains_counts_for_no_other(
         assert died(records, A, replica) == died(records, B, replica) == "suspect"
     assert died(records, B, "r2", alone=True) == "poisonous"
     assert died(records, A, "r2") == "suspect", "noticed later"
-    assert records.num_deaths(A) == 2 and MAX_DEATHS == 3
     assert died(records, A, "r2", alone=True) == "suspect", "sent once more to the dead replica"
-    died(records, b"d", "r3")
-    assert died(records, b"e", "r3", alone=True) == "poisonous"
-    assert (records.status_of(b"d"), records.num_deaths(b"d")) == ("suspect", 0), "noticed before"
+    assert records.record_death(A, "r3", alone=False, lived_s=1.0, has_culprit=True) == "suspect"
+    assert died(records, A, "r4") == "poisonous" and MAX_DEATHS == 3
+    assert died(records, b"d", "r5") == died(records, b"d", "r6") == "suspect"
+    assert died(records, b"e", "r5", alone=True) == "poisonous"
+    assert died(records, b"d", "r7") == "suspect", "noticed before"
 
 
 def test_a_suspect_that_survived_a_death_is_a_suspect_again_after_the_next(
