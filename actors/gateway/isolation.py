@@ -58,7 +58,6 @@ class Isolation:
         self.fleet = fleet
         self.metrics = metrics
         self.by_key = by_key
-        self.testing: set[bytes] = set()  # identities of the suspects that replicas are serving
         self._lines: dict[ServedModel, list[ReplicaAttempt]] = {}
         self._tests: dict[Member, list[SuspectRequest]] = {}
         self._num_together: dict[str, int] = {}  # by model: suspects that a replica may test, 1 if absent
@@ -91,7 +90,8 @@ class Isolation:
         Of equal requests, and of a suspect key's, only one is tested.
         """
         line = self._lines.get(model, ())
-        waiting = [t.case for t in line if t.case.is_suspect and t.case.identity not in self.testing]
+        testing = {each.tested_as for tests in self._tests.values() for each in tests}
+        waiting = [t.case for t in line if t.case.is_suspect and t.case.identity not in testing]
         return min(waiting, key=lambda case: (case.has_suspect_key, case.num_tokens_received), default=None)
 
     def has_room(self, member: Member, suspect: SuspectRequest) -> bool:
@@ -107,7 +107,6 @@ class Isolation:
             other.is_alone = False
         tests.append(suspect)
         member.tests_suspect = True
-        self.testing.add(suspect.tested_as)
         return len(tests) == 1
 
     def end_test(self, member: Member, suspect: SuspectRequest) -> None:
@@ -116,7 +115,6 @@ class Isolation:
         if not tests:
             member.tests_suspect = False
             del self._tests[member]
-        self.testing.discard(suspect.tested_as)
         self.notify()
 
     def has_culprit(self, member: Member, suspect: SuspectRequest) -> bool:

@@ -20,7 +20,7 @@ POLL_S = 2.0
 REPLACED_S = 30.0
 
 
-def end_with_raylet(is_idle: Callable[[], bool] = lambda: True) -> None:
+def end_with_raylet(is_idle: Callable[[], bool]) -> None:
     """End this process some time after its parent, once it is idle. Returns at once."""
     threading.Thread(target=_watch, args=(os.getppid(), is_idle), name="manta-orphan", daemon=True).start()
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from manta.actors.engine.outputs import ResumeState
 from manta.actors.engine.uniproc_executor import make_executor
 from manta.actors.gateway.app import create_gateway
-from manta.actors.gateway.replica_registry import Directory, ReplicaRecord
+from manta.actors.gateway.replica_registry import Directory
 from manta.actors.gateway.replica_set import Fleet, Member, ServedModel
 from manta.actors.gateway.routing_hints import read_hints
 from manta.actors.gateway.stream_resume import ResumableStream, ResumePoint
@@ -43,7 +43,7 @@ from starlette.requests import Request
 from support.checkpoints.chat_pairs import ARGUMENTS, HERMES, SAID, TOOLS, chat_config, saying
 from support.checkpoints.text_pair import make_text_pair, tiny_settings
 from support.engines.passing_executor import PassingExecutor
-from support.servers.gateway_stand import GatewayStand, LocalDirectory, dying_stand
+from support.servers.gateway_stand import GatewayStand, LocalDirectory, dying_stand, replica_record
 from support.servers.server_probes import RESUMABLE, events, events_with_ids, http_client, resumed_streams
 from support.waiting import wait_until
 
@@ -655,7 +655,7 @@ def test_no_request_kills_more_than_two_replicas(
         for i in range(4):
             server = await asyncio.start_server(die, "127.0.0.1", 0)
             url = "http://{}:{}".format(*server.sockets[0].getsockname())
-            directory.directory.heartbeat(record(f"r{i}", 1, url=url, max_requests=9))
+            directory.directory.heartbeat(replica_record(f"r{i}", 1, url=url, max_requests=9))
         fleet.update(directory.directory.replicas())
         gateway = create_gateway(fleet, served("m"))
         transport = httpx.ASGITransport(gateway)
@@ -704,7 +704,7 @@ def test_a_draining_replica_finishes_its_streams_and_gets_no_new_ones(config: En
 
 def test_waits_for_a_lost_replica_end() -> None:
     async def wait() -> None:
-        member = Member(record("a", 1), last_seen_s=0.0)
+        member = Member(replica_record("a", 1), last_seen_s=0.0)
         with member.attempt() as until_lost:
             assert member.load == 1
             asyncio.get_running_loop().call_soon(member.expire)
@@ -715,36 +715,27 @@ def test_waits_for_a_lost_replica_end() -> None:
         asyncio.run(wait())
 
 
-def record(replica: str, beat: int, **more: Any) -> ReplicaRecord:
-    facts: dict[str, Any] = {
-        "names": ("m",),
-        "url": "http://127.0.0.1:1",
-        "token": "",
-        "state": "ready",
-        "running": 0,
-        "waiting": 0,
-        "max_requests": 2,
-        "max_model_len": 1,
-        "created_s": 1,
-    }
-    return ReplicaRecord(replica=replica, beat=beat, **{**facts, **more})
-
-
 def test_a_broken_replica_is_skipped_until_its_heartbeats_resume(stand: GatewayStand) -> None:
     fleet = Fleet([ServedModel(("m",))], stand.directory)
     model = fleet.models[0]
-    fleet.update([record("a", 1), record("b", 1)])
+    fleet.update([replica_record("a", 1), replica_record("b", 1)])
     first, _ = fleet.choose(model)
     fleet.mark_broken(first)
-    fleet.update([record("a", 1), record("b", 1)])
+    fleet.update([replica_record("a", 1), replica_record("b", 1)])
     assert first not in fleet.ready(model), "what was said before it broke is no news"
-    fleet.update([record(first.name, 2)])
+    fleet.update([replica_record(first.name, 2)])
     assert first in fleet.ready(model)
 
 
 def test_a_full_replica_is_skipped_and_the_load_of_others_counts(stand: GatewayStand) -> None:
     fleet = Fleet([ServedModel(("m",))], stand.directory)
-    fleet.update([record("a", 1, running=2), record("b", 1, state="draining"), record("c", 1, running=1)])
+    fleet.update(
+        [
+            replica_record("a", 1, running=2),
+            replica_record("b", 1, state="draining"),
+            replica_record("c", 1, running=1),
+        ]
+    )
     assert fleet.choose(fleet.models[0])[0].name == "c"
     with pytest.raises(OverloadedError, match="full"):
         fleet.choose(fleet.models[0], without={"c"})
@@ -756,7 +747,7 @@ def test_requests_to_a_model_scaled_to_zero_wait_for_one_wake_up_call(stand: Gat
     async def wake(model: ServedModel) -> None:
         calls.append(model)
         await asyncio.sleep(0.05)
-        fleet.update([record("a", 1)])
+        fleet.update([replica_record("a", 1)])
 
     async def start_none(model: ServedModel) -> None:
         raise OSError("no room")
@@ -776,9 +767,9 @@ def test_requests_to_a_model_scaled_to_zero_wait_for_one_wake_up_call(stand: Gat
 def test_the_registry_drops_silent_replicas() -> None:
     now_s = 0.0
     directory = Directory(lambda: now_s)
-    directory.heartbeat(record("a", 1))
+    directory.heartbeat(replica_record("a", 1))
     now_s = 2.0
-    directory.heartbeat(record("b", 1))
+    directory.heartbeat(replica_record("b", 1))
     assert [each.replica for each in directory.replicas()] == ["a", "b"]
     now_s = 4.0
     assert [each.replica for each in directory.replicas()] == ["b"] and not directory.is_unused

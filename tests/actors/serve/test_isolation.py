@@ -8,28 +8,11 @@ from contextlib import ExitStack, suppress
 import pytest
 from manta.actors.gateway.gateway_metrics import GatewayMetrics
 from manta.actors.gateway.isolation import SURVIVED_TOKENS, Isolation, ReplicaAttempt, SuspectRequest
-from manta.actors.gateway.replica_registry import ReplicaRecord
 from manta.actors.gateway.replica_set import Fleet, Member, ServedModel
 from manta.cluster.errors import PoisonousRequestError
-from support.servers.gateway_stand import LocalDirectory
+from support.servers.gateway_stand import LocalDirectory, replica_record
 
 LATE, EARLY = SURVIVED_TOKENS, SURVIVED_TOKENS - 1  # tokens of a request when its replica dies
-
-
-def record(replica: str) -> ReplicaRecord:
-    return ReplicaRecord(
-        replica=replica,
-        beat=1,
-        names=("m",),
-        url="http://127.0.0.1:1",
-        token="",
-        state="ready",
-        running=0,
-        waiting=0,
-        max_requests=99,
-        max_model_len=1,
-        created_s=1,
-    )
 
 
 class Suspects:
@@ -38,7 +21,7 @@ class Suspects:
     def __init__(self, stack: ExitStack, num_replicas: int) -> None:
         self._stack = stack
         self._fleet = Fleet([ServedModel(("m",))], LocalDirectory())
-        self._fleet.update(record(f"r{i}") for i in range(num_replicas))
+        self._fleet.update(replica_record(f"r{i}", 1, max_requests=99) for i in range(num_replicas))
         self._isolation = Isolation(self._fleet, GatewayMetrics(self._fleet, "g"), by_key=False)
         self._waiting: list[tuple[ReplicaAttempt, ExitStack]] = []
         self._running: dict[SuspectRequest, tuple[Member, ExitStack]] = {}

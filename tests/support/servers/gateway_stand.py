@@ -177,3 +177,18 @@ def dying_stand(config: EngineConfig, *num_steps: int) -> GatewayStand:
     models = [(config, ServerSettings(served_model_name="tiny"))] * (len(num_steps) + 1)
     makers = [partial(DyingExecutor, num_steps=count) for count in num_steps]
     return GatewayStand(models, makers=[*makers, None])
+
+
+def replica_record(replica: str, beat: int, **more: Any) -> ReplicaRecord:  # Any: its fields
+    facts: dict[str, Any] = {
+        "names": ("m",),
+        "url": "http://127.0.0.1:1",
+        "token": "",
+        "state": "ready",
+        "running": 0,
+        "waiting": 0,
+        "max_requests": 2,
+        "max_model_len": 1,
+        "created_s": 1,
+    }
+    return ReplicaRecord(replica=replica, beat=beat, **{**facts, **more})
