@@ -285,7 +285,9 @@ class DraftLengthPolicy:
         longest = lengths[-1]
         survivals_TRK = self._acceptance.samples(batch.slots_R[some], NUM_BLOCKS // num_some)[:, :, :longest]
         possible_RK = np.arange(longest) < batch.limits_R[some][:, None]
-        worths_NK = (survivals_TRK * (batch.weights_R[some][:, None] * possible_RK)).reshape(-1, longest)
+        worths_TRK = survivals_TRK * (batch.weights_R[some][:, None] * possible_RK)
+        # Not -1 for N: K is 0 where so many requests leave no room for drafts.
+        worths_NK = worths_TRK.reshape(len(worths_TRK) * num_some, longest)
         own_worth = float(batch.weights_R.sum())  # worth of the tokens of plain decoding
         non_draft_s_S = self._costs.non_draft_s(load, num_requests * longest)
         trim_s = 0.0 if self._costs.has_fixed_sizes else TRIM_S

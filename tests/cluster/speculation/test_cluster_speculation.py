@@ -54,6 +54,7 @@ class Play:
 
     Args:
         measures: measure steps first, as every start of an engine does.
+        max_rows: of a step.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Play:
         length: int | None = None,
         hardness: Callable[[str], float] = lambda name: 1.0,
         measures: bool = True,
+        max_rows: int = 8192,
     ) -> None:
         info = make_info(
             vocab_size=1000,
@@ -77,7 +79,7 @@ class Play:
             Machine(machine),
             hardness=lambda name: 1.0 if name == "warm-up" else hardness(name),
             max_num_seqs=256,
-            max_num_batched_tokens=8192,
+            max_num_batched_tokens=max_rows,
             speculative_config={"model": "simulated", "adaptive": length is None},
         )
         self.clock = self.engine.clock
@@ -152,6 +154,13 @@ def test_a_useless_drafter_costs_no_more_at_a_start_or_a_change_of_load():
         plain.rate(num_requests, 60)
     speed, plainly = (each.tokens / (each.clock() - each.begin_s) for each in (play, plain))
     assert speed > 0.97 * plainly, speed / plainly
+
+
+def test_more_requests_than_half_of_a_steps_rows_decode_plainly():
+    """No length above 0 fits then; a review finds that as well."""
+    play = Play(MACHINES["flat"], 0.8, max_rows=256)
+    play.rate(8, 100)
+    assert play.rate(200, 150) > 0.99 * Play(MACHINES["flat"], 0.8, length=0, max_rows=256).rate(200, 150)
 
 
 def test_an_equally_good_length_is_kept():

@@ -97,15 +97,18 @@ def request_bytes(
 def send(port: int, content: bytes) -> Answer:
     """Send bytes and read to the end, although the server may close before it has read all.
 
-    Returns status 0 if the server closes without an answer.
+    Returns status 0 if the server closes without an answer, or does not answer in time.
     """
     raw = bytearray()
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
         with suppress(ConnectionError):
             connection.sendall(content)
         with suppress(ConnectionError):
-            while piece := connection.recv(1 << 16):
-                raw += piece
+            try:
+                while piece := connection.recv(1 << 16):
+                    raw += piece
+            except TimeoutError:
+                return Answer(0, b"nothing for %d s after %r" % (TIMEOUT_S, bytes(raw[:100])))
     head, _, body = bytes(raw).partition(b"\r\n\r\n")
     words = head.split(b" ", 2)
     return Answer(int(words[1]) if len(words) > 1 and words[1][:3].isdigit() else 0, body)
