@@ -6,8 +6,9 @@ no text: no text of a grammar matches them. So a mark that is such a token is na
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
 from collections.abc import Collection, Mapping
+from functools import cached_property
 
 from ..tokenization.tokenizer import Tokenizer
 from .lark_text import quoted
@@ -19,10 +20,6 @@ class MarkTokens:
     def __init__(self, ids: Mapping[str, int], special: Collection[str] = ()) -> None:
         self._ids = ids
         self._plain = {mark: token_id for mark, token_id in ids.items() if mark not in special}
-        lengths: defaultdict[str, set[int]] = defaultdict(set)
-        for mark in filter(None, ids):
-            lengths[mark[0]].add(len(mark))
-        self._lengths = {first: sorted(each, reverse=True) for first, each in lengths.items()}
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> MarkTokens:
@@ -41,12 +38,14 @@ class MarkTokens:
         return mark in self._ids
 
     def find(self, text: str, at: int = 0) -> tuple[int, int] | None:
-        """Return where the first mark begins and ends; None if there is none."""
-        for begin in range(at, len(text)):
-            for length in self._lengths.get(text[begin], ()):
-                if text[begin : begin + length] in self._ids:
-                    return begin, begin + length
-        return None
+        """Return where the first mark begins and ends, the longest one there; None if there is none."""
+        found = None if self._pattern is None else self._pattern.search(text, at)
+        return None if found is None else found.span()
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str] | None:
+        marks = sorted(filter(None, self._ids), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, marks))) if marks else None
 
     def plain_but(self, texts: Collection[str]) -> str:
         """Return the Lark of the marks that are no special tokens and in none of these texts; "" for none."""

@@ -7,10 +7,12 @@ Completions and chat differ in the format of a choice (`ResponseShape`) and in h
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from starlette.requests import Request
@@ -71,7 +73,7 @@ class ResponseShape(Protocol):
         ...
 
 
-def prepare(
+async def prepare(
     server: ServerContext,
     prefix: str,
     request: ChatRequest | CompletionRequest,
@@ -85,6 +87,8 @@ def prepare(
 ) -> GenerationTask:
     """Make a task of a request, with all checks that need no engine.
 
+    Schemas and tools, which may be large, are read in a thread.
+
     Args:
         prefix: of the response's id.
         default_max_tokens: None means as many as fit.
@@ -95,7 +99,8 @@ def prepare(
     model = check_model(server, request.model)
     all_ignored = [*_ignored_fields(server, request, unknown), *ignored]
     params = request.sampling_params(server.defaults, default_max_tokens)
-    all_ignored += left_out(params.structured_outputs)
+    if params.structured_outputs is not None:
+        all_ignored += await asyncio.to_thread(left_out, params.structured_outputs)
     if len(prompts) * params.n > MAX_COMPLETIONS:
         raise RequestError(
             f"n={params.n} for {len(prompts)} prompts: at most {MAX_COMPLETIONS} completions in one request.",
@@ -113,7 +118,9 @@ def prepare(
     origin: ResumeOrigin | None = http.scope["state"].get("origin")
     if origin is not None and params.seed is None:
         params = replace(params, seed=origin.seed)
-    params, parsers = with_formats(server.chat, request, params, prompts[0].text or "")
+    write = partial(with_formats, server.chat, request, params, prompts[0].text or "")
+    has_tools = isinstance(request, ChatRequest) and bool(request.tools)
+    params, parsers = await asyncio.to_thread(write) if has_tools else write()
     if params.structured_outputs is not None:
         all_ignored += params.structured_outputs.left_out
     return GenerationTask(

@@ -24,7 +24,7 @@ def completion_routes(server: ServerContext) -> APIRouter:
         """Continue one or several prompts."""
         truncate = body.truncation(server.engine.info.max_model_len)
         prompts = await server.engine.encoder.prompts(body.prompts(), truncate=truncate)
-        task = prepare(server, shape.prefix, body, http, prompts, default_max_tokens=OPENAI_MAX_TOKENS)
+        task = await prepare(server, shape.prefix, body, http, prompts, default_max_tokens=OPENAI_MAX_TOKENS)
         return await respond(server, shape, task, http)
 
     return router
@@ -59,7 +59,7 @@ async def prepare_chat(
     prompt = await server.engine.encoder.prompt(
         chat, truncate=body.truncation(server.engine.info.max_model_len)
     )
-    return prepare(
+    return await prepare(
         server,
         prefix,
         body,
