@@ -16,6 +16,7 @@ from manta.actors.http.generation import request_run as running
 from manta.actors.http.generation.large_responses import PIECE_BYTES, PLACES_AT_ONCE, StreamedChoices
 from manta.actors.http.protocol.completion import CompletionShape
 from manta.actors.http.wire import json_io as numbers
+from manta.actors.structured_outputs.json_schema import EnforcedSchema, SchemaReader
 from manta.actors.system import event_loop as turns
 from manta.actors.tokenization import prompts as encoding
 from manta.actors.tokenization.prompts import encode_bad_words
@@ -97,6 +98,22 @@ def test_a_long_body_is_validated_in_a_thread_and_in_slices(
     assert http.post(TEXT, json={"prompt": [[7] * 1000] * 300, "max_tokens": 1}).status_code == 200
     assert threads and server._thread.ident not in threads
     assert 1000 <= longest <= numbers.SLICE_VALUES
+
+
+def test_a_schema_is_read_in_threads(
+    server: LiveServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, read = set[int](), SchemaReader.read
+
+    def recording(self: SchemaReader, schema: Any, field: str) -> EnforcedSchema:
+        threads.add(threading.get_ident())
+        return read(self, schema, field)
+
+    monkeypatch.setattr(SchemaReader, "read", recording)
+    schema = {"type": "integer", "minimum": 0, "maximum": 9}
+    answer = http.post(TEXT, json={"prompt": "x", "structured_outputs": {"json": schema}})
+    assert error_of(answer)["param"] == "structured_outputs.json", "this engine has no grammars"
+    assert threads and server._thread.ident not in threads
 
 
 def test_answers_are_the_same_in_any_number_of_slices(
