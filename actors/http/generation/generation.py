@@ -35,7 +35,7 @@ from ..protocol.prompt_echo import PromptParts
 from ..protocol.protocol import GenerationRequest, check_extra_fields
 from ..wire import sse
 from ..wire.errors import logged_elsewhere, trace_headers
-from ..wire.json_io import JsonObject
+from ..wire.json_io import JsonObject, read_beside
 from ..wire.request_model import unknown_fields
 from .generation_task import GenerationTask
 from .large_responses import StreamedChoices
@@ -97,7 +97,7 @@ async def prepare(
         ends_with_context: a limit beyond the context's length means its end, not an error.
     """
     model = check_model(server, request.model)
-    all_ignored = [*_ignored_fields(server, request, unknown), *ignored]
+    all_ignored = [*await read_beside(http, _ignored_fields, server, request, unknown), *ignored]
     params = request.sampling_params(server.defaults, default_max_tokens)
     if params.structured_outputs is not None:
         all_ignored += await asyncio.to_thread(left_out, params.structured_outputs)

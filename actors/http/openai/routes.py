@@ -12,7 +12,7 @@ from ..generation.server_context import ServerContext
 from ..protocol.chat_completion import REASONING_FIELDS, ChatRequest, ChatShape, unused_fields
 from ..protocol.completion import OPENAI_MAX_TOKENS, CompletionRequest, CompletionShape
 from ..protocol.preparation import prompt_of
-from ..wire.json_io import JsonRoute
+from ..wire.json_io import JsonRoute, read_beside
 
 
 def completion_routes(server: ServerContext) -> APIRouter:
@@ -59,6 +59,7 @@ async def prepare_chat(
     prompt = await server.engine.encoder.prompt(
         chat, truncate=body.truncation(server.engine.info.max_model_len)
     )
+    unused = await read_beside(http, unused_fields, body, body.messages, server.tokenizer)
     return await prepare(
         server,
         prefix,
@@ -66,7 +67,7 @@ async def prepare_chat(
         http,
         [prompt],
         default_max_tokens=None,
-        ignored=[*ignored, *unused_fields(body, body.messages, server.tokenizer)],
+        ignored=[*ignored, *unused],
         unknown=unknown,
         ends_with_context=ends_with_context,
     )

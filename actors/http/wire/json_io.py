@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import orjson
 from fastapi.exceptions import RequestValidationError
@@ -49,6 +49,8 @@ JsonObject: TypeAlias = dict[str, Any]  # Any: JSON.
 def json_response(body: JsonObject, headers: Mapping[str, str] | None = None) -> Response:
     return Response(orjson.dumps(body), headers=headers, media_type="application/json")
 
+
+T = TypeVar("T")
 
 # A prompt of token ids has at most this many; longer contexts are sent as text.
 MAX_VALUES = 1 << 20
@@ -116,6 +118,13 @@ class _JsonRequest(Request):
                 self.invalid = RequestValidationError(wrong)
                 raise HTTPException(400) from None
         return found
+
+
+async def read_beside(request: Request, call: Callable[..., T], *arguments: object) -> T:
+    """Call what reads a request of a `JsonRoute`; in a thread if the body is long."""
+    if len(await request.body()) > SHORT_BODY_BYTES:
+        return await asyncio.to_thread(call, *arguments)
+    return call(*arguments)
 
 
 async def parsed(body: Bytes) -> Any:  # Any: JSON.

@@ -42,7 +42,6 @@ KEYS = ("abuser-key", "reader-key")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 REFUSED = range(400, 500)
 ANSWERED = (200, *REFUSED)  # any of these is right, if there is an answer
-LEFT_OUT = (200,)  # what cannot be enforced, which the answer names
 USER = [{"role": "user", "content": "hi"}]
 RESUMED = {"prompt": "x", "max_tokens": 4, "stream": True}
 ESCAPES = "x\r\n\x1b[31mINJECTED\x00"
@@ -304,8 +303,8 @@ HOSTILE: tuple[Hostile, ...] = (
     ),
     Hostile("an enum of nothing", _schema({"enum": []}), ANSWERED),
     Hostile("a schema of circles", _schema(_cycle(1000)), ANSWERED),
-    Hostile("a schema from elsewhere", _schema({"$ref": "http://127.0.0.1:1/schema.json"}), LEFT_OUT),
-    Hostile("a schema of the disk", _schema({"$ref": "file:///etc/passwd"}), LEFT_OUT),
+    Hostile("a schema from elsewhere", _schema({"$ref": "http://127.0.0.1:1/schema.json"}), ANSWERED),
+    Hostile("a schema of the disk", _schema({"$ref": "file:///etc/passwd"}), ANSWERED),
     Hostile("a regex that looks back", _chat(structured_outputs={"regex": r"(a)\1(?<=b)"})),
     Hostile(
         "a regex of repeated repetitions",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -12,8 +12,10 @@ import orjson
 import pytest
 from manta.actors.engine.outputs import CompletionOutput, OutputLogprobs
 from manta.actors.http.config.settings import ServerSettings
+from manta.actors.http.generation import generation
 from manta.actors.http.generation import request_run as running
 from manta.actors.http.generation.large_responses import PIECE_BYTES, PLACES_AT_ONCE, StreamedChoices
+from manta.actors.http.openai import routes
 from manta.actors.http.protocol.completion import CompletionShape
 from manta.actors.http.wire import json_io as numbers
 from manta.actors.structured_outputs.json_schema import EnforcedSchema, SchemaReader
@@ -98,6 +100,28 @@ def test_a_long_body_is_validated_in_a_thread_and_in_slices(
     assert http.post(TEXT, json={"prompt": [[7] * 1000] * 300, "max_tokens": 1}).status_code == 200
     assert threads and server._thread.ident not in threads
     assert 1000 <= longest <= numbers.SLICE_VALUES
+
+
+def test_what_a_long_conversation_has_in_vain_is_found_in_a_thread(
+    server: LiveServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = list[int | None]()
+
+    def recorded(call: Callable[..., list[str]]) -> Callable[..., list[str]]:
+        def recording(*arguments: Any) -> list[str]:
+            threads.append(threading.get_ident())
+            return call(*arguments)
+
+        return recording
+
+    for module, name in ((generation, "_ignored_fields"), (routes, "unused_fields")):
+        monkeypatch.setattr(module, name, recorded(getattr(module, name)))
+    for mood, is_aside in (("good", False), ("good" * numbers.SHORT_BODY_BYTES, True)):
+        talk = [{"role": "user", "content": "x", "mood": mood}]
+        answer = http.post(CHAT, json={"messages": talk, "max_tokens": 1})
+        assert "mood" in answer.headers["x-ignored-params"], answer.text
+        assert len(threads) == 2 and (server._thread.ident not in threads) == is_aside
+        threads.clear()
 
 
 def test_a_schema_is_read_in_threads(
