@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 ISSUE_SHARE = 0.7  # an estimate
-ROW_TILE = 64  # rows of a product's or of attention's tile
-PACKED_ROWS = 128  # most rows of a product of codes
+ROW_TILE = 64  # rows of attention's tile, and of a product's where no other is given
+OWN_ROWS, PACKED_ROWS = 128, 256  # most rows of a product with plain weights, and with codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,14 @@ PRODUCTS: Mapping[float, KernelLoop] = {
     NVFP4_BYTES: _loop(6144, 529, 512),
     INT4_BYTES: _loop(4608, 268, 308),
 }
+# Of the largest tile of rows of dense products; programs have eight warps, two for a scheduler.
+WIDE_PRODUCTS: Mapping[float, KernelLoop] = {
+    2: _loop(16384, 2 * 246, 2 * 221),
+    INT8_BYTES: _loop(8448, 2 * 392, 2 * 409),
+    1: _loop(8192, 2 * 324, 2 * 271),
+    NVFP4_BYTES: _loop(6144, 2 * 437, 2 * 448),
+    INT4_BYTES: _loop(4224, 2 * 198, 2 * 246),
+}
 # MXFP4 by rows of a tile; programs of the largest have eight warps, two for a scheduler.
 MXFP4: Mapping[int, KernelLoop] = {
     16: _loop(17408, 2 * 403, 667),
@@ -64,7 +72,7 @@ MXFP4: Mapping[int, KernelLoop] = {
     64: _loop(8704, 430, 2 * 390),
     128: _loop(4352, 2 * 155, 2 * 241),
 }
-PRODUCT_TILES, EXPERT_TILES = (16, 32, 64), (16, 32, 64, 128)
+PRODUCT_TILES = EXPERT_TILES = (16, 32, 64, 128)
 # A tile of 64 rows over K and V with heads of 128, by bytes of their elements.
 ATTENTION: Mapping[int, KernelLoop] = {2: _loop(32768, 697, 802), 1: _loop(16384, 847, 887)}
 # Over latents of 512 values with keys of 64, by bytes of their elements; and the rows of a tile. With 16 bits
@@ -76,12 +84,20 @@ SHORT_LATENTS = _loop(36864, 980, 996)
 
 def max_own_rows(weight_bytes: float, itemsize: int) -> int:
     """Return the most rows of Manta's dense products; for more, weights of codes are dequantized."""
-    return PACKED_ROWS if weight_bytes < itemsize else ROW_TILE
+    return PACKED_ROWS if weight_bytes < itemsize else OWN_ROWS
 
 
 def tile_rows(rows: float, heights: Sequence[int]) -> int:
     """Return the smallest of ascending heights that holds so many rows, or the largest."""
     return next((height for height in heights if rows <= height), heights[-1])
+
+
+def dense_instructions(weight_bytes: float, num_bytes: float, rows: float) -> IssuedInstructions:
+    """Return the instructions of a dense product, which has the smallest tiles that hold its rows."""
+    tile, nearest = tile_rows(rows, PRODUCT_TILES), _nearest_format(weight_bytes)
+    if nearest in WIDE_PRODUCTS and tile == PRODUCT_TILES[-1]:
+        return WIDE_PRODUCTS[nearest].read(num_bytes).times(_tiles(rows, tile))
+    return product_instructions(weight_bytes, num_bytes, rows, tile)
 
 
 def product_instructions(weight_bytes: float, num_bytes: float, rows: float, tile: int) -> IssuedInstructions:
@@ -92,12 +108,19 @@ def product_instructions(weight_bytes: float, num_bytes: float, rows: float, til
     Args:
         tile: rows of MXFP4's; those of other formats have 64.
     """
-    if weight_bytes > max(PRODUCTS):
+    nearest = _nearest_format(weight_bytes)
+    if nearest is None:
         return IssuedInstructions()
-    nearest = min((*PRODUCTS, MXFP4_BYTES), key=lambda size: abs(size - weight_bytes))
     if nearest == MXFP4_BYTES:
         return MXFP4[tile].read(num_bytes).times(_tiles(rows, tile))
     return PRODUCTS[nearest].read(num_bytes).times(_tiles(rows))
+
+
+def _nearest_format(weight_bytes: float) -> float | None:
+    """Return the bytes of a weight of the nearest format with a count; None beyond 16 bits."""
+    if weight_bytes > max(PRODUCTS):
+        return None
+    return min((*PRODUCTS, MXFP4_BYTES), key=lambda size: abs(size - weight_bytes))
 
 
 def attention_instructions(element_bytes: int, num_bytes: float, rows: float) -> IssuedInstructions:

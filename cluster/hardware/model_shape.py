@@ -16,7 +16,7 @@ from functools import cached_property
 
 from ..pages.kv_cache_groups import KVCacheSpec
 from ..pages.recurrent_state_spec import RecurrentStateSpec
-from .kernel_loops import PRODUCT_TILES, max_own_rows, product_instructions, tile_rows
+from .kernel_loops import dense_instructions, max_own_rows, product_instructions
 from .layer_shape import NOTHING_ISSUED, DeviceWork, ExpertShape, LayerShape
 
 _RULE_FLOP = 7  # per row and element of a state: decay, recall for a key, update, read-out
@@ -169,8 +169,7 @@ class ModelShape:
     def linears(self, rows: float) -> DeviceWork:
         num_bytes, issued = self.linear_params * self.weight_bytes, NOTHING_ISSUED
         if rows <= self.max_own_rows:
-            tile = tile_rows(rows, PRODUCT_TILES)
-            issued = product_instructions(self.weight_bytes, num_bytes, rows, tile)
+            issued = dense_instructions(self.weight_bytes, num_bytes, rows)
         return DeviceWork(num_bytes, 2 * self.linear_params * rows, issued)
 
     def experts(self, rows: float) -> DeviceWork:

@@ -56,18 +56,19 @@ from .common.element_ops import add_rms_norm, rms_norm, row_squares
 from .delta_net.dynamic_convolution import convolve
 from .delta_net.gated_delta_net import TritonDeltaNet
 from .linear.all_reduce_norm import sum_add_rms_norm
-from .linear.fp8_linear import QuantisedProjection, QuantisedWeight
-from .linear.gemm_choice import MeasuredChoice, Ranks
+from .linear.fp8_linear import QuantisedWeight, quantised_projection
+from .linear.gemm_choice import MeasuredChoice, Ranks, choose_own
 from .linear.gemm_tiles import ProductWorkspace
 from .linear.packed_codes import for_kernels
 from .linear.projections import (
     ChosenProjection,
+    GemmChoice,
     LayerProjection,
     OwnProjection,
-    PackedProjection,
     PendingNorm,
     TorchProjection,
     as_tensor,
+    packed_projection,
 )
 from .moe.moe import TritonExperts
 from .moe.topk_routing import choose
@@ -157,6 +158,8 @@ class TritonBackend(OperatorBackend):
         self._quantization: Literal["fp8"] | QuantizedAtLoad | None = quantization
         self._attend = attend or SplitAttention(device, batch_invariant=batch_invariant)
         self._choice, self._sums = MeasuredChoice(ranks=ranks), ProductWorkspace(device)
+        # Triton's interpreter has no speed that could be measured.
+        self._choice_of_codes: GemmChoice = choose_own if self._device.type == "cpu" else self._choice
         self._expansions: dict[Hashable, ExpansionWorkspace] = {}
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
@@ -167,7 +170,9 @@ class TritonBackend(OperatorBackend):
     def linear_of_codes(self, weight_OH: QuantizedMatrix, bias_O: Tensor | None = None) -> LayerProjection:
         codes = for_kernels(PackedCodes.of(weight_OH.to(self._device)))
         self._count_bytes(codes)
-        return PackedProjection(codes, bias_O, self._sums, one_tile=self._batch_invariant)
+        return packed_projection(
+            codes, bias_O, self._sums, self._choice_of_codes, one_tile=self._batch_invariant
+        )
 
     def _count_bytes(self, codes: PackedCodes) -> None:
         self.weight_bytes = (self.weight_bytes or 0) + codes.num_bytes
@@ -188,7 +193,9 @@ class TritonBackend(OperatorBackend):
 
     def _quantised_projection(self, weight_PLRH: Tensor, bias_O: Tensor | None) -> LayerProjection:
         weight = QuantisedWeight.of(weight_PLRH)
-        return QuantisedProjection(weight, bias_O, self._sums, one_tile=self._batch_invariant)
+        return quantised_projection(
+            weight, bias_O, self._sums, self._choice_of_codes, one_tile=self._batch_invariant
+        )
 
     def _projection(
         self, weight_PLRH: Tensor, bias_O: Tensor | None, make_linear: Callable[[], Linear | BlockLinear]

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ....drafter.compute.checkpoint.quantized_matrix import GROUP, ON_GPUS, Code, QuantizedMatrix
 from ....drafter.compute.gpu_triton.backend import TritonBackend
+from ....drafter.compute.gpu_triton.linear.gemm_choice import choose_own
 from ....drafter.compute.gpu_triton.linear.projections import OwnProjection, PendingNorm
 from ....drafter.compute.gpu_triton.linear.skinny_gemm import ProductWorkspace
 from ....drafter.compute.layers.linear import Activation
@@ -30,9 +31,9 @@ from .operators import add_product, product_of_blocks
 from .subject import KernelInputs, MachineKind
 
 _HALF, _FP32 = 6, 256  # bounds in units of the last place
-_ROWS = (5, 16, 32, 33, 100)  # tiles of 16, 32 and 64 rows, and two tiles
+_ROWS = (5, 16, 32, 33, 100, 200)  # tiles of 16, 32, 64 and 128 rows, and two tiles
 _FEW_ROWS = (16, 100)
-_MANY_ROWS = 200  # more than own products of codes take
+_MANY_ROWS = 300  # more than own products of codes take
 
 
 def product_checks(machine: MachineKind, *, quick: bool) -> Iterator[Check]:
@@ -60,6 +61,7 @@ class OwnProducts(TritonBackend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self._choice_of_codes = choose_own
         self.workspace = ProductWorkspace(device)
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> OwnProjection:

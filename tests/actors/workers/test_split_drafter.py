@@ -24,7 +24,7 @@ from manta.actors.workers.drafter.remote_drafter import RemoteDrafterSource
 from manta.cluster.errors import ConfigError
 from manta.cluster.step.scheduler_output import TreeShape, Trim
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
-from manta.drafter.compute.gpu_triton.linear.gemm_choice import MeasuredChoice
+from manta.drafter.compute.gpu_triton.linear.gemm_choice import MeasuredChoice, measured_rows
 from manta.drafter.compute.gpu_triton.linear.projections import (
     ChosenProjection,
     OwnProjection,
@@ -69,8 +69,11 @@ def test_what_one_rank_alone_computes_begins_no_collective(
         own = OwnProjection(weight, bias, backend._sums)
         return ChosenProjection(own, TorchProjection(make()), backend._choice)
 
+    def library(_: MeasuredChoice, use: str, own: OwnProjection, *__: object) -> list[bool]:
+        return [False] * len(measured_rows(own))
+
     monkeypatch.setattr(TritonBackend, "_projection", chosen)  # as on a GPU
-    monkeypatch.setattr(MeasuredChoice, "_read_or_measure", lambda *_: [False] * 3)
+    monkeypatch.setattr(MeasuredChoice, "_read_or_measure", library)
     spec = {"model": str(tiny_drafter), "placement": "split"}
     plan = resolve_config(settings(tiny_qwen3, attention_backend="triton", speculative_config=spec))
     assert plan.drafter is not None

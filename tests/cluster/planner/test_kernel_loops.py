@@ -16,6 +16,7 @@ from manta.cluster.hardware.kernel_loops import (
     NVFP4_BYTES,
     PRODUCTS,
     SHORT_LATENTS,
+    WIDE_PRODUCTS,
     IssuedInstructions,
 )
 from manta.cluster.hardware.layer_shape import ExpertShape, LatentShape, LayerShape
@@ -49,6 +50,10 @@ def verify(target: ModelShape, gpu: str = "b200", rows: float = 1, context: floa
         ("h100", PRODUCTS[INT4_BYTES], 4.0),
         ("h100", PRODUCTS[NVFP4_BYTES], 2.7),
         ("b200", PRODUCTS[NVFP4_BYTES], 3.4),
+        ("h100", WIDE_PRODUCTS[2], 7.7),
+        ("b200", WIDE_PRODUCTS[2], 10.6),
+        ("h100", WIDE_PRODUCTS[1], 2.9),
+        ("h100", WIDE_PRODUCTS[INT4_BYTES], 2.5),
         ("h100", ATTENTION[2], 10.9),
         ("h100", ATTENTION[1], 4.5),
         ("b200", MXFP4[16], 7.5),
@@ -107,13 +112,14 @@ def test_every_tile_of_heads_reads_a_latent_again() -> None:
 
 
 def test_rows_beyond_our_products_take_more_launches_and_codes_are_dequantized() -> None:
-    """A gate and two norms more per layer; of codes from 129 rows on, with a launch for each product."""
-    wide = [verify(DENSE, rows=rows) for rows in (64, 65)]
+    """A gate and two norms more per layer; of codes from 257 rows on, with a launch for each product."""
+    wide = [verify(DENSE, rows=rows) for rows in (128, 129)]
     assert wide[1].launches - wide[0].launches == pytest.approx(3 * 36 * LAUNCH_S)
     packed = replace(DENSE, product_itemsize=INT4_BYTES)
-    one, two, none = (packed.linears(rows).issued.sm_100 for rows in (64, 128, 129))
+    one, two, none = (packed.linears(rows).issued.sm_100 for rows in (65, 129, 257))
     assert (two, none) == (2 * one, 0.0)
-    few, many = (verify(packed, rows=rows) for rows in (128, 129))
+    assert packed.linears(64).issued.sm_100 < one < 2 * packed.linears(64).issued.sm_100
+    few, many = (verify(packed, rows=rows) for rows in (256, 257))
     assert many.launches - few.launches == pytest.approx((3 + 4) * 36 * LAUNCH_S)
     written = packed.linear_params * (INT4_BYTES + 2)
     assert many.bytes - few.bytes == pytest.approx(written / GPUS["b200"].device.bytes_per_s, rel=1e-3)

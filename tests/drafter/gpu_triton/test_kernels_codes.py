@@ -13,9 +13,10 @@ from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
 from manta.drafter.compute.checkpoint.quantized_matrix import ON_GPUS, QuantizedMatrix, quantize
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.gpu_triton.common.element_ops import gate
-from manta.drafter.compute.gpu_triton.linear.gemm_tiles import ProductWorkspace
-from manta.drafter.compute.gpu_triton.linear.packed_codes import MAX_OWN_ROWS, dequantize, for_kernels
-from manta.drafter.compute.gpu_triton.linear.projections import PackedProjection, as_tensor
+from manta.drafter.compute.gpu_triton.linear.gemm_choice import choose_own
+from manta.drafter.compute.gpu_triton.linear.gemm_tiles import MAX_PACKED_ROWS, ProductWorkspace
+from manta.drafter.compute.gpu_triton.linear.packed_codes import dequantize, for_kernels
+from manta.drafter.compute.gpu_triton.linear.projections import as_tensor, packed_projection
 from manta.drafter.compute.layers.linear import RMSNorm
 from support.engines.devices import DEVICE, HALVES
 from support.oracles.random_codes import MATRICES, bytes_of, random
@@ -24,7 +25,8 @@ from torch import Tensor
 pytestmark = pytest.mark.usefixtures("on_the_device")
 DTYPES = (torch.float32, *HALVES)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-MANY_ROWS = (70, MAX_OWN_ROWS + 1)
+MANY_ROWS = (70, MAX_PACKED_ROWS, MAX_PACKED_ROWS + 1)
+LONG = ("int4 with zeros", "e4m3", "mxfp4")
 OUTPUTS, INPUTS = 90, 192  # neither is a multiple of a tile
 # Powers of two as scales, as MXFP4 stores them, beside those that other backends are tested with.
 ALL = {
@@ -61,14 +63,14 @@ def test_codes_have_their_values_bit_by_bit(name: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [(name, 5) for name in ALL] + [(name, n) for name in ("int4 with zeros", "e4m3") for n in MANY_ROWS],
+    [(name, 5) for name in ALL] + [(name, n) for name in LONG for n in MANY_ROWS],
 )
 @pytest.mark.one_in(2)
 def test_a_product_equals_that_of_the_dequantized_matrix(name: str, rows: int, dtype: torch.dtype) -> None:
     """In one tile of rows, in two, and by PyTorch; everything that is fused, too. Kinds share the tiles."""
     matrix = make(name)
     packed, bias_O = for_kernels(PackedCodes.of(matrix.to(DEVICE))), torch.randn(OUTPUTS).to(dtype)
-    own = PackedProjection(packed, bias_O, ProductWorkspace(DEVICE))
+    own = packed_projection(packed, bias_O, ProductWorkspace(DEVICE), choose_own)
     weight_OK = matrix.to(DEVICE).dequantized(dtype).double()
 
     def product(x_NK: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ def test_a_product_equals_that_of_the_dequantized_matrix(name: str, rows: int, d
 
 def test_in_one_tile_a_rows_bits_do_not_depend_on_its_batch() -> None:
     own = TritonBackend(DEVICE, batch_invariant=True).linear_of_codes(make("int4"))
-    x_NK = torch.randn(MAX_OWN_ROWS + 2, INPUTS)
+    x_NK = torch.randn(130, INPUTS)
     everything = own(x_NK)
     assert own(x_NK[:1]).equal(everything[:1]) and own(x_NK[65:]).equal(everything[65:])
 

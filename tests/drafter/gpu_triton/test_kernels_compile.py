@@ -66,8 +66,11 @@ def _attend(launch: Call, **expected: Any) -> Shape:
     return Shape("_attend", launch, **expected)
 
 
-def _product(*sizes: Any, most: tuple[int, int] | None = None, only: int | None = None, **how: Any) -> Shape:
-    return Shape("_multiply", product(*sizes, **how), 3, only=only, most_instructions=most)
+def _product(
+    *sizes: Any, most: tuple[int, int] | None = None, room: int = 3, only: int | None = None, **how: Any
+) -> Shape:
+    """Return a shape of which `room` programs run side by side: one of more than 64 rows."""
+    return Shape("_multiply", product(*sizes, **how), room, only=only, most_instructions=most)
 
 
 def _experts(
@@ -180,7 +183,11 @@ SHAPES: dict[str, list[Shape]] = {
         _product(4096, 4096, 16, "norm", dtype=FP32),
         _product(12288, 4096, 16, "norm gate", scaled_rows=True, most=(335, 305)),
         _product(4096, 12288, 64, "residual bias", scaled_rows=True),
-        _product(4096, 12288, 100, "residual bias", scaled_rows=True),  # two tiles
+        _product(12288, 4096, 128, "norm gate", room=1, most=(250, 226)),
+        _product(4096, 12288, 100, "residual bias", room=1),
+        _product(4096, 4096, 100, "residual bias", dtype=FP32, room=1),  # two tiles of 64 rows
+        _product(12288, 4096, 128, "norm gate", scaled_rows=True, room=1, most=(330, 276)),
+        _product(4096, 12288, 200, "residual bias", scaled_rows=True, room=1),  # two tiles
         # weights of published checkpoints
         _product(12288, 4096, 16, "norm gate", codes=layers.W4A16, most=(370, 400)),
         _product(12288, 4096, 16, "norm gate", codes=layers.AWQ, most=(555, 555)),
@@ -190,6 +197,14 @@ SHAPES: dict[str, list[Shape]] = {
         _product(12288, 4096, 16, "norm gate", codes=layers.W8A16, most=(480, 555)),
         _product(4096, 12288, 64, "residual bias", codes=layers.W4A16),
         _product(4096, 12288, 64, "residual bias", codes=layers.FP8_BLOCKS),
+        _product(12288, 4096, 128, "norm gate", codes=layers.W4A16, room=1, most=(355, 403)),
+        _product(12288, 4096, 128, "norm gate", codes=layers.AWQ, room=1, most=(450, 489)),
+        _product(12288, 4096, 128, "norm gate", codes=layers.FP8_BLOCKS, room=1, most=(364, 303)),
+        _product(12288, 4096, 128, "norm gate", codes=layers.NVFP4, room=1, most=(442, 453)),
+        _product(12288, 4096, 128, "norm gate", codes=MXFP4, room=1, most=(300, 401)),
+        _product(12288, 4096, 128, "norm gate", codes=layers.W8A16, room=1, most=(397, 414)),
+        _product(4096, 12288, 256, "residual bias", codes=layers.W4A16, room=1, most=(203, 251)),
+        _product(4096, 4096, 256, "residual bias", codes=layers.NVFP4, dtype=FP32, room=1),
     ],
     "compute.gpu_triton.linear.packed_codes": [Shape("_dequantize", layers.dequantize_codes)],
     "compute.gpu_triton.moe.topk_routing": [Shape("_choose", layers.route)],

@@ -9,16 +9,25 @@ Legend: N rows, K inputs, O outputs, I inner size, T tiles of outputs, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from manta.drafter.compute.checkpoint.packed_codes import PackedCodes
+from manta.drafter.compute.checkpoint.quantized_matrix import quantize
 from manta.drafter.compute.gpu_triton.common.element_ops import gate
-from manta.drafter.compute.gpu_triton.linear.fp8_linear import QuantisedProjection, QuantisedWeight
-from manta.drafter.compute.gpu_triton.linear.gemm_choice import MeasuredChoice
-from manta.drafter.compute.gpu_triton.linear.gemm_tiles import ProductWorkspace, choose_tiling
-from manta.drafter.compute.gpu_triton.linear.packed_codes import MAX_OWN_ROWS
+from manta.drafter.compute.gpu_triton.linear import gemm_tiles
+from manta.drafter.compute.gpu_triton.linear.fp8_linear import QuantisedWeight, quantised_projection
+from manta.drafter.compute.gpu_triton.linear.gemm_choice import MeasuredChoice, choose_own
+from manta.drafter.compute.gpu_triton.linear.gemm_tiles import (
+    MAX_PACKED_ROWS,
+    ROW_TILES,
+    ProductWorkspace,
+    choose_tiling,
+    tile_columns,
+)
 from manta.drafter.compute.gpu_triton.linear.projections import (
     ChosenProjection,
     OwnProjection,
@@ -93,27 +102,56 @@ def test_rows_and_residual_may_be_slices_or_empty():
     assert product.own(wide_NK[:0, :96]).shape == (0, 70)
 
 
+@pytest.mark.parametrize("columns", sorted({tile_columns(tile) for tile in ROW_TILES}))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.sanitized
-def test_splits_are_added_in_order_by_the_last_or_a_single_program(dtype: torch.dtype):
-    inputs = 520 if dtype is torch.float32 else 2100
-    product = Product(17, inputs, 70, dtype, bias=True)
-    plan = choose_tiling(70, inputs, dtype)
+def test_splits_are_added_in_order_by_the_last_or_a_single_program(
+    dtype: torch.dtype, columns: int, launches: Launches
+):
+    """Also of two tiles of rows, of which each has its own sums."""
+    inputs, outputs = 520 if dtype is torch.float32 else 2100, columns + 6
+    product = Product(17, inputs, outputs, dtype, bias=True)
+    plan = choose_tiling(outputs, inputs, dtype, columns=columns)
     assert plan.splits > 2 and plan.splits * plan.split_tiles * plan.step > inputs, "the last is not whole"
+    small, num_sums = ProductWorkspace(DEVICE), plan.tiles * plan.splits * columns * 16
+    small.sums_E = small.sums_E[:num_sums]
 
-    def run(x_NK: Tensor, tile: int) -> tuple[Tensor, Tensor]:
-        squares_NT = torch.full((len(x_NK), 2), torch.nan)
-        more = {"bias_O": product.bias_O, "residual_NO": x_NK[:, :70], "squares_NT": squares_NT}
-        y_NO = multiply(x_NK, product.weight_OK[None, None], plan, WORKSPACE, tile, **more)
-        return y_NO, squares_NT
+    def run(
+        x_NK: Tensor, tile: int, workspace: ProductWorkspace = WORKSPACE
+    ) -> tuple[Tensor, Tensor, object]:
+        squares_NT = torch.full((len(x_NK), plan.tiles), torch.nan)
+        more = {"bias_O": product.bias_O, "residual_NO": x_NK[:, :outputs], "squares_NT": squares_NT}
+        y_NO = multiply(x_NK, product.weight_OK[None, None], plan, workspace, tile, **more)
+        assert not workspace.arrived_E.any(), "ready for the next"
+        return y_NO, squares_NT, launches[-1][1]["PROGRAMS"]
 
-    together, squares = run(product.x_NK, 32)
-    assert_near(together, product.exact(product.x_NK) + product.x_NK[:, :70])
-    assert not WORKSPACE.arrived_E.any(), "ready for the next"
-    few, few_squares = run(product.x_NK[:16], 16)
-    several, several_squares = run(product.x_NK, 16)  # two tiles of rows: each adds up all splits itself
-    assert torch.equal(several[:16], few) and torch.equal(several_squares[:16], few_squares)
+    together, squares, _ = run(product.x_NK, 32)
+    assert_near(together, product.exact(product.x_NK) + product.x_NK[:, :outputs])
+    few, few_squares, programs = run(product.x_NK[:16], 16, small)
+    assert programs == plan.splits, "there is room"
+    # Without room for two tiles of rows each program adds up all splits itself.
+    for workspace, expected in ((WORKSPACE, plan.splits), (small, 1)):
+        several, several_squares, programs = run(product.x_NK, 16, workspace)
+        assert programs == expected
+        assert torch.equal(several[:16], few) and torch.equal(several_squares[:16], few_squares)
+        assert_near(several, product.exact(product.x_NK) + product.x_NK[:, :outputs])
     assert torch.allclose(squares[:16], few_squares, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", (65, 128, 130))
+@pytest.mark.one_in(2)
+def test_more_rows_than_64_have_all_fused_parts(rows: int, dtype: torch.dtype, launches: Launches):
+    """In a tile of 128 rows and of as many of a weight, and in two; in fp32 in tiles of 64."""
+    first, second = Product(rows, 200, 150, dtype, bias=True), Product(rows, 150, 146, dtype)
+    residual_NH, norm = tensor(rows, 150, dtype=dtype), RMSNorm(torch.rand(150).to(dtype) + 0.5, EPS)
+    sum_NH, left = first.own.added(first.x_NK, residual_NH, norm)
+    assert_near(sum_NH, first.exact(first.x_NK) + residual_NH)
+    normed_NH = norm(sum_NH)
+    assert_near(second.own(left), second.exact(normed_NH))
+    assert_near(second.own.gated(left, "silu"), gate(second.exact(normed_NH), "silu"))
+    tiles = {(each["ROWS"], each["COLUMNS"]) for name, each in launches if name == "_multiply"}
+    assert tiles == ({(64, 64)} if dtype is torch.float32 else {(128, 128)})
 
 
 @pytest.mark.parametrize("dtype", (*HALVES, torch.float32) if ON_GPU else (torch.float32,))
@@ -137,6 +175,18 @@ def test_in_one_tile_a_rows_bits_do_not_depend_on_its_batch(dtype: torch.dtype, 
     assert len(cuts) == 3, "one of each product, whatever the rows"
 
 
+def test_rows_are_in_the_smallest_tile_that_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest tile takes too much shared memory before Hopper, and fp32 too many registers after it."""
+    half, whole = torch.bfloat16, torch.float32
+    asked, workspace = (1, 16, 17, 32, 33, 64, 65, 128, 129), ProductWorkspace(DEVICE)
+    small = [16, 16, 32, 32, 64, 64, 64, 64, 64]
+    for capability, tiles in {(10, 0): [*small[:6], 128, 128, 128], (8, 9): small}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, it=capability: it)
+        workspace.largest_tile = gemm_tiles._largest_tile(torch.device("cuda"))
+        assert [workspace.row_tile(rows, half) for rows in asked] == tiles
+        assert [workspace.row_tile(rows, whole) for rows in asked] == small
+
+
 @pytest.mark.parametrize("processors", [132, 148])
 @pytest.mark.parametrize("name", QWEN3_8B)
 def test_the_split_of_a_weight_keeps_every_multiprocessor_busy(name: str, processors: int):
@@ -149,6 +199,13 @@ def test_the_split_of_a_weight_keeps_every_multiprocessor_busy(name: str, proces
         assert plan.splits * plan.split_tiles * plan.step == inputs, "no step is in vain"
     ideal = plan.tiles * inputs / plan.step / processors
     assert ideal / (-(-programs // processors) * plan.split_tiles) > (0.92 if processors == 132 else 0.86)
+    wide = choose_tiling(
+        outputs, inputs, torch.bfloat16, gated=gated, processors=processors, columns=tile_columns(128)
+    )
+    programs = wide.tiles * wide.splits
+    assert programs >= 0.95 * processors and (wide.splits == 1 or programs <= 4 * processors)
+    ideal = wide.tiles * inputs / wide.step / processors
+    assert ideal / (-(-programs // processors) * wide.split_tiles) > 0.7
 
 
 def test_a_small_weight_is_split_further_to_use_more_multiprocessors():
@@ -165,7 +222,7 @@ def test_products_are_planned_for_the_devices_multiprocessors():
     plans = []
     for processors in (132, 148):
         workspace.processors = processors
-        plans.append(OwnProjection(weight_OK[None, None], None, workspace)._tiling.splits)
+        plans.append(OwnProjection(weight_OK[None, None], None, workspace)._tiling(64).splits)
     assert plans[0] != plans[1]
 
 
@@ -188,11 +245,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_faster_product_is_measured_once_per_weight_and_use(own_cache: None):
     product = Product(17, 64, 64, torch.float16)
     torch_s = TorchProjection(Linear(product.weight_OK))
-    clock = Clock(1, 2, 2, 1, 1, 2, *(1, 2) * 3, *(2, 1) * 3, *(1, 2) * 3)  # ours and PyTorch's in turns
-    choice = MeasuredChoice(clock)
-    of = {rows: choice("plain", product.own, torch_s, rows) for rows in (1, 16, 17, 32, 33, 64, 65, 0)}
-    assert of == {1: True, 16: True, 17: False, 32: False, 33: True, 64: True, 65: False, 0: False}
-    assert len(clock.left) == 18
+    # ours and PyTorch's in turns
+    clock = Clock(1, 2, 2, 1, 2, 1, 1, 2, *(1, 2) * 4, *(2, 1) * 4, *(1, 2) * 4)
+    choice, asked = MeasuredChoice(clock), (1, 16, 17, 32, 33, 64, 65, 128, 129, 0)
+    of = [rows for rows in asked if choice("plain", product.own, torch_s, rows, torch.float16)]
+    assert of == [1, 16, 65, 128]
+    assert len(clock.left) == 24
     chosen = ChosenProjection(product.own, torch_s, choice)
     sum_NH, left = chosen.added(product.x_NK, product.x_NK, RMSNorm(torch.ones(64).half(), EPS))
     assert isinstance(left, PendingNorm), "ours added"
@@ -208,11 +266,36 @@ def test_the_next_start_on_this_device_computes_the_same_bits(own_cache: None):
 
     def choose(product: Product, clock: Clock) -> list[bool]:
         torch_s = TorchProjection(Linear(product.weight_OK))
-        return [MeasuredChoice(clock)("plain", product.own, torch_s, rows) for rows in (1, 17, 64)]
+        dtype = torch.float16
+        return [MeasuredChoice(clock)("plain", product.own, torch_s, rows, dtype) for rows in (1, 17, 64)]
 
-    assert choose(product, Clock(1, 2, 2, 1, 1, 2)) == [True, False, True]
+    assert choose(product, Clock(1, 2, 2, 1, 1, 2, 1, 2)) == [True, False, True]
     assert choose(product, Clock()) == [True, False, True], "nothing is timed"
-    assert choose(other, Clock(2, 1, 2, 1, 2, 1)) == [False] * 3
+    assert choose(other, Clock(2, 1, 2, 1, 2, 1, 2, 1)) == [False] * 3
+
+
+def test_codes_are_measured_up_to_256_rows_and_by_their_form(own_cache: None):
+    """A dequantized weight is another product, which may be faster for some rows."""
+    product = Product(200, 64, 48, torch.float16)
+    weight = QuantisedWeight.of(product.weight_OK[None, None])
+    clock = Clock(*(1, 2) * 3, 2, 1, 1, 2, *(1, 2) * 5)
+    project = quantised_projection(weight, None, WORKSPACE, MeasuredChoice(clock))
+    assert isinstance(project, ChosenProjection)
+    choose = partial(project._choice, "plain", project._own, project._other)
+    ours = [rows for rows in (1, 64, 65, 128, 129, 256, 257) if choose(rows, torch.float16)]
+    assert ours == [1, 64, 129, 256] and len(clock.left) == 10
+    assert choose(1, torch.bfloat16) and not clock.left, "another dtype is measured for itself"
+    packed = PackedCodes.of(quantize(tensor(64, 64, dtype=torch.float32), "int4"))
+    scales_OG = packed.scales
+    alike = (
+        packed,
+        replace(packed, code="e2m1"),
+        replace(packed, scales=scales_OG.double()),
+        replace(packed, scales=scales_OG.repeat_interleave(2, 1)),
+        replace(packed, zeros=scales_OG),
+    )
+    forms = {OwnProjection(each.codes[None, None], None, WORKSPACE, packed=each).form for each in alike}
+    assert len({*forms, project._own.form}) == len(alike) + 1
 
 
 @pytest.mark.skipif(ON_GPU, reason="the ranks are threads on a CPU")
@@ -230,7 +313,7 @@ def test_all_ranks_choose_what_rank_0_has_measured(
             timed.append(call)
             if is_broken:
                 raise RuntimeError("out of memory")
-            is_second = (len(timed) - 1) // 2 % 3 == 1
+            is_second = (len(timed) - 1) // 2 % 4 == 1
             return float((len(timed) % 2 == 0) ^ (is_second ^ (rank.rank > 0)))
 
         def router(outputs: int) -> tuple[OwnProjection, TorchProjection]:
@@ -238,15 +321,18 @@ def test_all_ranks_choose_what_rank_0_has_measured(
             return OwnProjection(weight_OK[None, None], bias_O, workspace), TorchProjection(Linear(weight_OK))
 
         choice = MeasuredChoice(clock, rank)
-        found = [[choice("plain", *router(outputs), rows) for rows in (1, 17, 64)] for outputs in (8, 16)]
+        choose = partial(choice, "plain")
+        found = [
+            [choose(*router(outputs), rows, torch.float32) for rows in (1, 17, 64)] for outputs in (8, 16)
+        ]
         is_broken = True
         with pytest.raises(RuntimeError) as caught:
-            choice("normed", *router(8), 1)
+            choice("normed", *router(8), 1, torch.float32)
         return found, str(caught.value), len(timed)
 
     for rank, (found, error, num_timed) in enumerate(ThreadRanks(num_ranks).run(run)):
         assert found == [[True, False, True]] * 2
-        assert num_timed == (0 if rank else 13), "rank 0 measures for all"
+        assert num_timed == (0 if rank else 17), "rank 0 measures for all"
         assert "rank 0 could not measure" in error if rank else error == "out of memory"
 
 
@@ -255,7 +341,7 @@ def dequantized(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", (5, 64, 65, MAX_OWN_ROWS, MAX_OWN_ROWS + 1, 257))
+@pytest.mark.parametrize("rows", (5, 64, 65, MAX_PACKED_ROWS, MAX_PACKED_ROWS + 1))
 @pytest.mark.one_in(2)
 def test_a_quantized_product_equals_the_dequantized_weights(
     rows: int, dtype: torch.dtype, launches: Launches
@@ -267,14 +353,14 @@ def test_a_quantized_product_equals_the_dequantized_weights(
     plain.weight_OK, exact = dequantized(weight, dtype), plain.weight_OK
     torch.testing.assert_close(plain.weight_OK, exact, rtol=2**-4, atol=1e-4)
     assert not torch.equal(plain.weight_OK, exact)
-    own = QuantisedProjection(weight, plain.bias_O, WORKSPACE)
+    own = quantised_projection(weight, plain.bias_O, WORKSPACE, choose_own)
     residual_NO, norm = tensor(rows, 90, dtype=dtype), RMSNorm(torch.rand(90).to(dtype) + 0.5, EPS)
     assert_near(own(plain.x_NK, residual_NO), plain.exact(plain.x_NK) + residual_NO)
     assert_near(own.gated(plain.x_NK, "silu"), gate(plain.exact(plain.x_NK), "silu"))
     sum_NO, left = own.added(plain.x_NK, residual_NO, norm)
     assert_near(as_tensor(left), norm(sum_NO))
     names = [kernel for kernel, _ in launches]
-    assert names.count("_multiply") == 3 * (rows <= MAX_OWN_ROWS) == 3 - names.count("_dequantize")
+    assert names.count("_multiply") == 3 * (rows <= MAX_PACKED_ROWS) == 3 - names.count("_dequantize")
 
 
 def test_quantized_weights_in_blocks_equal_those_of_their_rows():
@@ -286,4 +372,4 @@ def test_quantized_weights_in_blocks_equal_those_of_their_rows():
     assert torch.equal(dequantized(weight, torch.float32), rows_OK)
     x_NK = tensor(7, 72, dtype=torch.float32)
     expected = (x_NK.double() @ rows_OK.double().T).float()
-    assert_near(QuantisedProjection(weight, None, WORKSPACE)(x_NK), expected)
+    assert_near(quantised_projection(weight, None, WORKSPACE, choose_own)(x_NK), expected)

@@ -26,7 +26,7 @@ from manta.actors.targets.model.decoder import Decoder
 from manta.actors.targets.model.tensor_parallel import Sharding, SingleRank
 from manta.actors.targets.model.weights import TargetWeights
 from manta.actors.targets.runners.drafts.tp_sampling import best_of_ranks, surest_of_ranks
-from manta.cluster.hardware.kernel_loops import EXPERT_TILES, PACKED_ROWS, PRODUCT_TILES, ROW_TILE
+from manta.cluster.hardware.kernel_loops import EXPERT_TILES, OWN_ROWS, PACKED_ROWS, PRODUCT_TILES
 from manta.cluster.hardware.layer_shape import ExpertShape
 from manta.cluster.hardware.step_time import (
     LAUNCHES_AROUND,
@@ -39,8 +39,7 @@ from manta.cluster.step.scheduler_output import TreeShape
 from manta.drafter.compute.backend import Backend, PlacedRows
 from manta.drafter.compute.eager.backend import EagerBackend
 from manta.drafter.compute.gpu_triton.backend import TritonBackend
-from manta.drafter.compute.gpu_triton.linear.gemm_tiles import ROW_TILES
-from manta.drafter.compute.gpu_triton.linear.packed_codes import MAX_OWN_ROWS
+from manta.drafter.compute.gpu_triton.linear.gemm_tiles import MAX_OWN_ROWS, MAX_PACKED_ROWS, ROW_TILES
 from manta.drafter.compute.gpu_triton.moe.moe import TritonExperts
 from manta.drafter.compute.layers.moe import ExpertWeights
 from manta.drafter.compute.memory.peer_buffers import PeerBuffers
@@ -54,7 +53,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 ROWS, PAGE_SIZE = 16, 16
-TALL = ROW_TILE + 1  # rows that our products do not take
+TALL = OWN_ROWS + 1  # rows that our products do not take
 ATOL = 1e-4 if ON_GPU else 1e-5  # a GPU's products of fp32 are three of tf32
 T = TypeVar("T")
 NO_LAUNCH = ("view", "empty", "slice", "select.", "expand", "permute", "transpose", "squeeze", "alias")
@@ -206,7 +205,8 @@ def test_the_planner_charges_the_launches_of_a_targets_pass(
     backend = TritonBackend(DEVICE, batch_invariant=count == ROWS)  # on a CPU other products are PyTorch's
     weights = TargetWeights(folder, spec, Sharding(spec, 0, tp), torch.float32, DEVICE)
     target, launches = Decoder(weights, (), 2 * TALL, ranks, backend), Launches(monkeypatch)
-    token_ids_N, placed, cache = torch.arange(count), rows(backend, count), target.new_cache(5, PAGE_SIZE)
+    token_ids_N, placed = torch.arange(count), rows(backend, count)
+    cache = target.new_cache(-(-TALL // PAGE_SIZE), PAGE_SIZE)
     (hidden_NH, _), verify = launches.of(lambda: target.forward(token_ids_N, placed, cache))
     (logits_NU, _), head = launches.of(lambda: target.local_logits(hidden_NH))
     ids_N, scores_N = logits_NU.argmax(1), logits_NU.amax(1)
@@ -221,7 +221,7 @@ def test_the_planner_charges_the_launches_of_a_targets_pass(
         assert drafts.total() + embedding == LAUNCHES_OF_DRAFTS_OVER_RANKS
     num_layers, num_routed = spec.num_layers, target.num_routed
     planned = target_launches(num_layers, num_routed, tp, fuses=fuses) - LAUNCHES_AROUND
-    planned += unfused_launches(num_layers, num_routed, tp) if count > ROW_TILE else 0
+    planned += unfused_launches(num_layers, num_routed, tp) if count > OWN_ROWS else 0
     one_rank = Counter({"_rms_norm": 2, "_list_work": 1, "index_select": 1, "head": 1})
     assert planned + one_rank.total() - found in (0, 1), "a last norm may be its layer's"
     assert target_launches(36, 36, 8, fuses=False) == 470
@@ -229,7 +229,7 @@ def test_the_planner_charges_the_launches_of_a_targets_pass(
 
 
 def test_the_planner_knows_how_many_rows_our_products_take() -> None:
-    assert (ROW_TILES[-1], MAX_OWN_ROWS) == (ROW_TILE, PACKED_ROWS)
+    assert (MAX_OWN_ROWS, MAX_PACKED_ROWS) == (OWN_ROWS, PACKED_ROWS)
     assert ROW_TILES == PRODUCT_TILES
     assert target_launches(36, 0, 1, fuses=True) + unfused_launches(36, 0, 1) == 9 * 36 + LAUNCHES_AROUND
 

@@ -33,9 +33,9 @@ from manta.drafter.compute.gpu_triton.backend import TritonBackend
 from manta.drafter.compute.gpu_triton.common import element_ops
 from manta.drafter.compute.gpu_triton.delta_net.dynamic_convolution import convolve
 from manta.drafter.compute.gpu_triton.linear.all_reduce_norm import sum_add_rms_norm
-from manta.drafter.compute.gpu_triton.linear.gemm_tiles import ProductWorkspace
+from manta.drafter.compute.gpu_triton.linear.gemm_tiles import ProductWorkspace, tile_columns
 from manta.drafter.compute.gpu_triton.linear.packed_codes import dequantize, for_kernels
-from manta.drafter.compute.gpu_triton.linear.projections import OwnProjection, PackedProjection, PendingNorm
+from manta.drafter.compute.gpu_triton.linear.projections import OwnProjection, PendingNorm
 from manta.drafter.compute.gpu_triton.moe import grouped_gemm, moe_align, topk_routing
 from manta.drafter.compute.layers.gated_delta_net import DeltaNetShape
 from manta.drafter.compute.layers.linear import RMSNorm
@@ -298,9 +298,10 @@ def product(
         total = 2 * outputs if gated else outputs
         bias_O = torch.empty(total, dtype=dtype) if "bias" in fused else None
         x_NK = torch.empty(rows, inputs, dtype=dtype)
-        own: OwnProjection | PackedProjection
         if codes is not None:
-            own = PackedProjection(codes.of(total, inputs), bias_O, workspace, one_tile=one_tile)
+            packed = codes.of(total, inputs)
+            weight = packed.codes[None, None]
+            own = OwnProjection(weight, bias_O, workspace, packed=packed, one_tile=one_tile)
         else:
             parts = 2 if layers > 1 else 1
             weight = torch.empty(
@@ -311,7 +312,8 @@ def product(
         x: Tensor | PendingNorm = x_NK
         if "norm" in fused:
             norm_K = RMSNorm(torch.empty(inputs, dtype=dtype), EPS)
-            x = PendingNorm(x_NK, torch.empty(rows, 64), norm_K)
+            squares_NT = torch.empty(rows, -(-inputs // tile_columns(own.row_tile(rows, dtype))))
+            x = PendingNorm(x_NK, squares_NT, norm_K)
         if gated:
             own.gated(x, "silu")
         elif "residual" in fused:

@@ -84,14 +84,15 @@ class RecordingRank(SingleRank):
         return tensor
 
 
-def both(self: Any, use: Any, own: Any, other: Any) -> list[bool]:
+def both(self: Any, use: Any, own: Any, other: Any, dtype: Any) -> list[bool]:
     """Choose our product, after both were launched as in a measurement; all ranks agree."""
+    measured = gemm_choice.measured_rows(own)
     if self._ranks is not None:
-        self._ranks.broadcast(torch.empty(3, dtype=torch.int32, device="cuda"))
+        self._ranks.broadcast(torch.empty(len(measured), dtype=torch.int32, device="cuda"))
     for projection in (own, other):
-        for rows in gemm_choice.ROW_TILES:
-            gemm_choice._call(use, projection, own, rows)()
-    return [True] * len(gemm_choice.ROW_TILES)
+        for rows in measured:
+            gemm_choice._call(use, projection, own, rows, dtype)()
+    return [True] * len(measured)
 
 
 def own_value(find: Callable[[], Any], count: int, communicator: Any, device: Any) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Weights quantized to 8 bits at load: e4m3 times a power of two per row. Half of bf16's bytes are read.
 
-    QuantisedProjection   up to 128 rows: `skinny_gemm.py`, which widens codes in registers, scales its sums
-                          more: PyTorch's GEMM with the weight that `packed_codes.py` dequantizes
+    up to 256 rows   `skinny_gemm.py`, which widens codes in registers and scales its sums, if it is faster
+    more             PyTorch's GEMM with the weight that `packed_codes.py` dequantizes
 
 A power of two costs no precision (e4m3 is floating point), and makes dequantized weights exact in bf16, so
 both paths compute with the same quantized model. Not a checkpoint format. Made by
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ...checkpoint.packed_codes import PackedCodes
 from .gemm_tiles import ProductWorkspace
-from .packed_codes import MAX_OWN_ROWS, DequantizingLinear
-from .projections import OwnProjection, SwitchedProjection, TorchProjection, Use
+from .packed_codes import DequantizingLinear
+from .projections import ChosenProjection, GemmChoice, LayerProjection, OwnProjection, TorchProjection
 
 CODES = torch.float8_e4m3fn
 
@@ -49,23 +49,17 @@ class QuantisedWeight:
         return PackedCodes("e4m3", codes_OK, self.scale_O[:, None])
 
 
-class QuantisedProjection(SwitchedProjection):
-    """A projection with quantized weights; with `one_tile` any number of rows uses `skinny_gemm.py`."""
-
-    __slots__ = ("_one_tile",)
-
-    def __init__(
-        self,
-        weight: QuantisedWeight,
-        bias_O: Tensor | None,
-        workspace: ProductWorkspace,
-        *,
-        one_tile: bool = False,
-    ) -> None:
-        codes, scale_O = weight.codes_PLRK, weight.scale_O
-        own = OwnProjection(codes, bias_O, workspace, scale_O=scale_O, one_tile=one_tile)
-        super().__init__(own, TorchProjection(DequantizingLinear(weight.packed(), bias_O)))
-        self._one_tile = one_tile
-
-    def _is_own(self, use: Use, num_rows: int) -> bool:
-        return self._one_tile or num_rows <= MAX_OWN_ROWS
+def quantised_projection(
+    weight: QuantisedWeight,
+    bias_O: Tensor | None,
+    workspace: ProductWorkspace,
+    choice: GemmChoice,
+    *,
+    one_tile: bool = False,
+) -> LayerProjection:
+    """Return a projection with quantized weights; with `one_tile` always `skinny_gemm.py`."""
+    codes, scale_O = weight.codes_PLRK, weight.scale_O
+    own = OwnProjection(codes, bias_O, workspace, scale_O=scale_O, one_tile=one_tile)
+    if one_tile:
+        return own
+    return ChosenProjection(own, TorchProjection(DequantizingLinear(weight.packed(), bias_O)), choice)

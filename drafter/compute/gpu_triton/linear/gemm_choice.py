@@ -1,8 +1,8 @@
 """Chooses between Manta's and PyTorch's GEMMs by measurement, once per shape and device.
 
 cuBLAS is tuned for many rows; at 16 it may leave a third of the memory bandwidth unused. The comparison
-includes what each fuses: Manta's kernel against PyTorch's GEMM and the kernels after it, with the weights out
-of cache. Shapes are measured in warm-up passes, before graphs are captured.
+includes what each fuses: Manta's kernel against PyTorch's GEMM and the kernels after it, and of codes before
+it, with the weights out of cache. Shapes are measured in warm-up passes, before graphs are captured.
 
 The two differ in their last bits, so all ranks must choose alike: otherwise a near-tie in a router would send
 a row to different experts on different ranks. Rank 0 measures and broadcasts. Its choices are kept on disk,
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from bisect import bisect_left
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from .....cluster.disk_cache import FOREVER_S, DiskCache
 from ...layers.linear import RMSNorm
-from .gemm_tiles import COLUMNS, ROW_TILES, row_tile
+from .gemm_tiles import ROW_TILES, tile_columns
 from .projections import OwnProjection, PendingNorm, TorchProjection, Use
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Ranks(Protocol):
 
 
 class MeasuredChoice:
-    """A `projections.GemmChoice` by measurement; more rows than a tile holds use PyTorch.
+    """A `projections.GemmChoice` by measurement; rows are counted up to the next of `measured_rows`.
 
     Args:
         clock: by default Triton's, which flushes the cache before each call.
@@ -56,26 +57,26 @@ class MeasuredChoice:
 
     def __init__(self, clock: Clock | None = None, ranks: Ranks | None = None) -> None:
         self._clock, self._ranks = clock or _milliseconds, ranks
-        self._ours: dict[tuple[object, ...], bool] = {}
+        self._ours: dict[tuple[object, ...], list[bool]] = {}
 
-    def __call__(self, use: Use, own: OwnProjection, other: TorchProjection, num_rows: int) -> bool:
-        if num_rows > ROW_TILES[-1] or num_rows == 0:
+    def __call__(
+        self, use: Use, own: OwnProjection, other: TorchProjection, num_rows: int, dtype: torch.dtype
+    ) -> bool:
+        if not 0 < num_rows <= own.most_rows:
             return False
-        weight = own.weight
-        kind = (use, weight.shape, weight.stride(), weight.dtype)
-        tile = row_tile(num_rows)
-        if (*kind, tile) not in self._ours:
-            for rows, is_ours in zip(ROW_TILES, self._agree(use, own, other), strict=True):
-                self._ours[*kind, rows] = is_ours
-        return self._ours[*kind, tile]
+        kind, measured = (use, own.form, dtype), measured_rows(own)
+        if kind not in self._ours:
+            self._ours[kind] = self._agree(use, own, other, dtype)
+        return self._ours[kind][bisect_left(measured, num_rows)]
 
-    def _agree(self, use: Use, own: OwnProjection, other: TorchProjection) -> list[bool]:
-        """Return whether ours is used, by tile of rows, as rank 0 found it. Collective."""
-        choices_T = torch.full((len(ROW_TILES),), _FAILED, dtype=torch.int32, device=own.weight.device)
+    def _agree(self, use: Use, own: OwnProjection, other: TorchProjection, dtype: torch.dtype) -> list[bool]:
+        """Return whether ours is used, by measured rows, as rank 0 found it. Collective."""
+        measured = measured_rows(own)
+        choices_T = torch.full((len(measured),), _FAILED, dtype=torch.int32, device=own.device)
         is_first, error = self._ranks is None or self._ranks.rank == 0, None
         if is_first:
             try:
-                choices_T.copy_(torch.tensor(self._read_or_measure(use, own, other)))
+                choices_T.copy_(torch.tensor(self._read_or_measure(use, own, other, dtype)))
             except Exception as raised:  # the other ranks wait for an answer
                 error = raised
         if self._ranks is not None:
@@ -84,26 +85,30 @@ class MeasuredChoice:
             raise error
         choices = choices_T.tolist()
         if _FAILED in choices:
-            raise RuntimeError(f"rank 0 could not measure a product of shape {tuple(own.weight.shape)}")
-        for rows, is_ours in zip(ROW_TILES, choices, strict=True):
+            raise RuntimeError(f"rank 0 could not measure a product of {own.form}")
+        for rows, is_ours in zip(measured, choices, strict=True):
             if is_ours:  # load its kernel now, not in a request
-                _call(use, own, own, rows)()
+                _call(use, own, own, rows, dtype)()
         return list(map(bool, choices))
 
-    def _read_or_measure(self, use: Use, own: OwnProjection, other: TorchProjection) -> list[bool]:
-        cache = DiskCache("gemm-choice", _subject(use, own.weight), FOREVER_S)
-        found = cache.read(_choices)
+    def _read_or_measure(
+        self, use: Use, own: OwnProjection, other: TorchProjection, dtype: torch.dtype
+    ) -> list[bool]:
+        cache, rows = DiskCache("gemm-choice", _subject(use, own, dtype), FOREVER_S), measured_rows(own)
+        read = partial(_choices, count=len(rows))
+        found = cache.read(read)
         if found is None:
-            measured = [self._is_ours_sooner(use, own, other, rows) for rows in ROW_TILES]
-            found = cache.write_once(measured, _choices)
+            measured = [self._is_ours_sooner(use, own, other, each, dtype) for each in rows]
+            found = cache.write_once(measured, read)
         return found
 
-    def _is_ours_sooner(self, use: Use, own: OwnProjection, other: TorchProjection, num_rows: int) -> bool:
-        ours, theirs = (self._clock(_call(use, projection, own, num_rows)) for projection in (own, other))
-        shape = tuple(own.weight.shape)
+    def _is_ours_sooner(
+        self, use: Use, own: OwnProjection, other: TorchProjection, num_rows: int, dtype: torch.dtype
+    ) -> bool:
+        ours, theirs = (self._clock(_call(use, each, own, num_rows, dtype)) for each in (own, other))
         logger.info(
             "product %s %s, %d rows: ours %.1f us, PyTorch's %.1f us",
-            shape,
+            own.form,
             use,
             num_rows,
             1e3 * ours,
@@ -112,11 +117,23 @@ class MeasuredChoice:
         return ours <= theirs
 
 
-def _subject(use: Use, weight: Tensor) -> dict[str, str | int | float | None]:
+def choose_own(
+    use: Use, own: OwnProjection, other: TorchProjection, num_rows: int, dtype: torch.dtype
+) -> bool:
+    """A `projections.GemmChoice` that takes Manta's product wherever it may be faster."""
+    return 0 < num_rows <= own.most_rows
+
+
+def measured_rows(own: OwnProjection) -> tuple[int, ...]:
+    """Return the numbers of rows at which a product is measured, each for all from the one before on."""
+    return (*(tile for tile in ROW_TILES if tile < own.most_rows), own.most_rows)
+
+
+def _subject(use: Use, own: OwnProjection, dtype: torch.dtype) -> dict[str, str | int | float | None]:
     """Return what a choice depends on."""
-    device = {"device": str(weight.device)}
-    if weight.device.type == "cuda":
-        found = torch.cuda.get_device_properties(weight.device)
+    device = {"device": str(own.device)}
+    if own.device.type == "cuda":
+        found = torch.cuda.get_device_properties(own.device)
         device = {
             "device": found.name,
             "capability": f"{found.major}.{found.minor}",
@@ -125,9 +142,8 @@ def _subject(use: Use, weight: Tensor) -> dict[str, str | int | float | None]:
     return {
         **device,
         "use": use,
-        "shape": str(tuple(weight.shape)),
-        "stride": str(weight.stride()),
-        "dtype": str(weight.dtype),
+        "product": own.form,
+        "dtype": str(dtype),
         "torch": torch.__version__,
         "code": _code(),
     }
@@ -140,24 +156,28 @@ def _code() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))).hexdigest()
 
 
-def _choices(found: Any) -> list[bool]:  # Any: JSON
+def _choices(found: Any, count: int) -> list[bool]:  # Any: JSON
     """Return saved choices. Raises ValueError."""
-    if isinstance(found, list) and len(found) == len(ROW_TILES) and all(x in (True, False) for x in found):
+    if isinstance(found, list) and len(found) == count and all(x in (True, False) for x in found):
         return found
     raise ValueError("these are no choices")
 
 
 def _call(
-    use: Use, projection: OwnProjection | TorchProjection, own: OwnProjection, num_rows: int
+    use: Use,
+    projection: OwnProjection | TorchProjection,
+    own: OwnProjection,
+    num_rows: int,
+    dtype: torch.dtype,
 ) -> Callable[[], object]:
-    weight = own.weight
-    outputs, inputs = weight.shape[:3].numel(), weight.shape[3]
+    outputs, inputs = own.shape
 
-    def ones(*shape: int, dtype: torch.dtype = weight.dtype) -> Tensor:
-        return torch.ones(shape, dtype=dtype, device=weight.device)
+    def ones(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.ones(shape, dtype=dtype, device=own.device)
 
     x_NK, norm = ones(num_rows, inputs), RMSNorm(ones(inputs), 1e-6)
-    squares_NT = ones(num_rows, -(-inputs // COLUMNS), dtype=torch.float32)  # as `added` leaves them
+    columns = tile_columns(own.row_tile(num_rows, dtype))
+    squares_NT = ones(num_rows, -(-inputs // columns), dtype=torch.float32)  # as `added` leaves them
     pending = PendingNorm(x_NK, squares_NT, norm)
     x = pending if projection is own else x_NK  # PyTorch's path norms right after the residual addition
     match use:

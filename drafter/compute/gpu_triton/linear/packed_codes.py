@@ -1,8 +1,9 @@
 """Weights that stay codes of 8 or 4 bits on a GPU: their products, and their dequantization.
 
-    PackedProjection    up to 128 rows: `skinny_gemm.py` with `sum_codes`, which unpacks codes in registers
-                        more: PyTorch's GEMM with the weight that `dequantize` writes
-    TritonExperts       any rows: `moe/grouped_gemm.py` with `sum_codes`
+    projections     up to 256 rows, if it is faster: `skinny_gemm.py` with `sum_codes`, which unpacks codes in
+                    registers
+                    more: PyTorch's GEMM with the weight that `dequantize` writes
+    TritonExperts   any rows: `moe/grouped_gemm.py` with `sum_codes`
 
 All multiply with the values of `QuantizedMatrix.dequantized`. Made by
 `drafter/compute/gpu_triton/backend.py`.
@@ -38,7 +39,6 @@ from ..common.unpack_codes import (
     unpack_mxfp4,
 )
 
-MAX_OWN_ROWS = 128  # beyond, a dequantized weight is read and written at less cost than products take
 _COLUMNS, _STEP = 64, 128  # of a program of `dequantize`
 _FIRST_WITH_E4M3 = (8, 9)
 _BLOCK_SCALED_CAPABILITY = 10  # major version: tcgen05

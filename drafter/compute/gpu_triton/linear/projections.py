@@ -1,9 +1,8 @@
 """Projections with norm, gate and residual, fused in Manta's kernel or computed around PyTorch's GEMM.
 
     TorchProjection    PyTorch's GEMM, then a kernel for the gate, or for residual and norm
-    OwnProjection      `skinny_gemm.py`: all of it in one launch; weights are read once for up to 64 rows
-    ChosenProjection   the faster of the two on this device, by rows and use (`gemm_choice.py`)
-    PackedProjection   weights that stay codes (`packed_codes.py`): Manta's up to 128 rows
+    OwnProjection      `skinny_gemm.py`: all of it in one launch; weights are read once for up to 128 rows
+    ChosenProjection   one of the two, by rows and use: the faster one on this device (`gemm_choice.py`)
 
 Manta's kernels defer the norm after a residual to the GEMMs that read it: `PendingNorm` represents its
 result. Made and called by `drafter/compute/gpu_triton/backend.py`.
@@ -24,8 +23,17 @@ from ...block_weights import Projection
 from ...checkpoint.packed_codes import PackedCodes
 from ...layers.linear import Activation, RMSNorm
 from ..common.element_ops import add_rms_norm, gate, rms_norm
-from .gemm_tiles import ROW_TILES, ProductWorkspace, choose_tiling, row_tile
-from .packed_codes import MAX_OWN_ROWS, DequantizingLinear
+from .gemm_tiles import (
+    INVARIANT_TILE,
+    MAX_OWN_ROWS,
+    MAX_PACKED_ROWS,
+    ROW_TILES,
+    ProductTiling,
+    ProductWorkspace,
+    choose_tiling,
+    tile_columns,
+)
+from .packed_codes import DequantizingLinear
 from .skinny_gemm import Normed, multiply
 
 Use = Literal["plain", "normed", "gated", "added"]
@@ -41,6 +49,10 @@ class PendingNorm:
 
     def __len__(self) -> int:
         return len(self.x_NH)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x_NH.dtype
 
     def tensor(self) -> Tensor:
         return rms_norm(self.x_NH, self.norm.weight_H, self.norm.eps)
@@ -90,17 +102,24 @@ class OwnProjection(LayerProjection):
     """Manta's fused GEMM over `skinny_gemm.multiply`'s weight and scale; a matrix is one block.
 
     With `one_tile` tiles have one height for any number of rows, so that a row's bits depend on no other row.
+
+    Attributes:
+        shape: outputs and inputs.
+        form: what the product's speed depends on but for rows, their dtype, and device.
+        most_rows: rows up to which it may be faster than PyTorch's product.
     """
 
     __slots__ = (
         "_bias_O",
-        "_gated_tiling",
         "_packed",
         "_scale_O",
         "_tile",
-        "_tiling",
+        "_tilings",
         "_weight_PLRK",
         "_workspace",
+        "form",
+        "most_rows",
+        "shape",
     )
 
     def __init__(
@@ -115,16 +134,26 @@ class OwnProjection(LayerProjection):
     ) -> None:
         outputs, inputs = weight_PLRK.shape[:3].numel(), weight_PLRK.shape[3]
         inputs = inputs if packed is None else packed.in_features
+        self.shape = outputs, inputs
+        self.form = f"{tuple(weight_PLRK.shape)} {weight_PLRK.stride()} {weight_PLRK.dtype}"
+        if packed is not None:
+            self.form += f" {packed.code} {packed.group} {packed.scales.dtype} {packed.zeros is not None}"
+        self.most_rows = MAX_OWN_ROWS if scale_O is None and packed is None else MAX_PACKED_ROWS
         self._weight_PLRK, self._bias_O, self._workspace = weight_PLRK, bias_O, workspace
         self._scale_O, self._packed = scale_O, packed
-        dtype, processors = weight_PLRK.dtype, workspace.processors
-        self._tiling = choose_tiling(outputs, inputs, dtype, processors=processors)
-        self._gated_tiling = choose_tiling(outputs // 2, inputs, dtype, gated=True, processors=processors)
-        self._tile = ROW_TILES[-1] if one_tile else None
+        self._tile = INVARIANT_TILE if one_tile else None
+        # By columns of a tile, without and with a gate.
+        self._tilings: dict[int, tuple[ProductTiling, ProductTiling]] = {}
+        for columns in {tile_columns(tile) for tile in ROW_TILES}:
+            how = {"processors": workspace.processors, "columns": columns}
+            self._tilings[columns] = (
+                choose_tiling(outputs, inputs, weight_PLRK.dtype, **how),
+                choose_tiling(outputs // 2, inputs, weight_PLRK.dtype, gated=True, **how),
+            )
 
     @property
-    def weight(self) -> Tensor:
-        return self._weight_PLRK
+    def device(self) -> torch.device:
+        return self._weight_PLRK.device
 
     def __call__(self, x_NK: Tensor | PendingNorm, residual_NO: Tensor | None = None) -> Tensor:
         return self._multiply(x_NK, residual_NO=residual_NO)
@@ -133,7 +162,8 @@ class OwnProjection(LayerProjection):
         return self._multiply(x_NK, activation=activation)
 
     def added(self, x_NK: Tensor, residual_NH: Tensor, norm: RMSNorm) -> tuple[Tensor, PendingNorm]:
-        squares_NT = x_NK.new_empty((len(x_NK), self._tiling.tiles), dtype=torch.float32)
+        tiles = self._tiling(self.row_tile(len(x_NK), x_NK.dtype)).tiles
+        squares_NT = x_NK.new_empty((len(x_NK), tiles), dtype=torch.float32)
         sum_NH = self._multiply(x_NK, residual_NO=residual_NH, squares_NT=squares_NT)
         return sum_NH, PendingNorm(sum_NH, squares_NT, norm)
 
@@ -145,18 +175,18 @@ class OwnProjection(LayerProjection):
         residual_NO: Tensor | None = None,
         squares_NT: Tensor | None = None,
     ) -> Tensor:
-        x_NK, norm, weight_PLRK, tiling = x, None, self._weight_PLRK, self._tiling
+        x_NK, norm, weight_PLRK, tile = x, None, self._weight_PLRK, self.row_tile(len(x), x.dtype)
         if isinstance(x_NK, PendingNorm):
             norm = Normed(x_NK.squares_NT, x_NK.norm.weight_H, x_NK.norm.eps)
             x_NK = x_NK.x_NH
         if activation is not None:
-            weight_PLRK, tiling = weight_PLRK.view(2, 1, -1, weight_PLRK.shape[3]), self._gated_tiling
+            weight_PLRK = weight_PLRK.view(2, 1, -1, weight_PLRK.shape[3])
         return multiply(
             x_NK,
             weight_PLRK,
-            tiling,
+            self._tiling(tile, gated=activation is not None),
             self._workspace,
-            self._tile or row_tile(len(x_NK)),
+            tile,
             packed=self._packed,
             scale_O=self._scale_O,
             bias_O=self._bias_O,
@@ -166,64 +196,53 @@ class OwnProjection(LayerProjection):
             squares_NT=squares_NT,
         )
 
+    def row_tile(self, num_rows: int, dtype: torch.dtype) -> int:
+        return self._tile or self._workspace.row_tile(num_rows, dtype)
+
+    def _tiling(self, tile: int, *, gated: bool = False) -> ProductTiling:
+        return self._tilings[tile_columns(tile)][gated]
+
 
 class GemmChoice(Protocol):
-    def __call__(self, use: Use, own: OwnProjection, other: TorchProjection, num_rows: int, /) -> bool: ...
+    def __call__(
+        self, use: Use, own: OwnProjection, other: TorchProjection, num_rows: int, dtype: torch.dtype, /
+    ) -> bool:
+        """Return whether Manta's product is used for so many rows of a dtype."""
+        ...
 
 
-class SwitchedProjection(LayerProjection):
+class ChosenProjection(LayerProjection):
     """One of two projections for each call, by use and number of rows."""
 
-    __slots__ = ("_other", "_own")
+    __slots__ = ("_choice", "_other", "_own")
 
-    def __init__(self, own: OwnProjection, other: TorchProjection) -> None:
-        self._own, self._other = own, other
+    def __init__(self, own: OwnProjection, other: TorchProjection, choice: GemmChoice) -> None:
+        self._own, self._other, self._choice = own, other, choice
 
     def __call__(self, x_NK: Tensor | PendingNorm, residual_NO: Tensor | None = None) -> Tensor:
         use = "normed" if isinstance(x_NK, PendingNorm) else "plain"
-        return self._for(use, len(x_NK))(x_NK, residual_NO)
+        return self._for(use, x_NK)(x_NK, residual_NO)
 
     def gated(self, x_NK: Tensor | PendingNorm, activation: Activation) -> Tensor:
-        return self._for("gated", len(x_NK)).gated(x_NK, activation)
+        return self._for("gated", x_NK).gated(x_NK, activation)
 
     def added(self, x_NK: Tensor, residual_NH: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor | PendingNorm]:
-        return self._for("added", len(x_NK)).added(x_NK, residual_NH, norm)
+        return self._for("added", x_NK).added(x_NK, residual_NH, norm)
 
-    def _for(self, use: Use, num_rows: int) -> OwnProjection | TorchProjection:
-        return self._own if self._is_own(use, num_rows) else self._other
-
-    @abstractmethod
-    def _is_own(self, use: Use, num_rows: int) -> bool: ...
+    def _for(self, use: Use, x: Tensor | PendingNorm) -> OwnProjection | TorchProjection:
+        return self._own if self._choice(use, self._own, self._other, len(x), x.dtype) else self._other
 
 
-class ChosenProjection(SwitchedProjection):
-    __slots__ = ("_choice",)
-
-    def __init__(self, own: OwnProjection, other: TorchProjection, choice: GemmChoice) -> None:
-        super().__init__(own, other)
-        self._choice = choice
-
-    def _is_own(self, use: Use, num_rows: int) -> bool:
-        return self._choice(use, self._own, self._other, num_rows)
-
-
-class PackedProjection(SwitchedProjection):
-    """A projection with a weight of codes; with `one_tile` any number of rows uses Manta's kernel."""
-
-    __slots__ = ("_one_tile",)
-
-    def __init__(
-        self,
-        codes: PackedCodes,
-        bias_O: Tensor | None,
-        workspace: ProductWorkspace,
-        *,
-        one_tile: bool = False,
-    ) -> None:
-        weight_PLRK = codes.codes[None, None]
-        own = OwnProjection(weight_PLRK, bias_O, workspace, packed=codes, one_tile=one_tile)
-        super().__init__(own, TorchProjection(DequantizingLinear(codes, bias_O)))
-        self._one_tile = one_tile
-
-    def _is_own(self, use: Use, num_rows: int) -> bool:
-        return self._one_tile or num_rows <= MAX_OWN_ROWS
+def packed_projection(
+    codes: PackedCodes,
+    bias_O: Tensor | None,
+    workspace: ProductWorkspace,
+    choice: GemmChoice,
+    *,
+    one_tile: bool = False,
+) -> LayerProjection:
+    """Return a projection with a weight of codes; with `one_tile` always Manta's kernel."""
+    own = OwnProjection(codes.codes[None, None], bias_O, workspace, packed=codes, one_tile=one_tile)
+    if one_tile:
+        return own
+    return ChosenProjection(own, TorchProjection(DequantizingLinear(codes, bias_O)), choice)

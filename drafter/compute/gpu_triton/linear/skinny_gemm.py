@@ -1,10 +1,11 @@
 """GEMMs of few rows, which read each weight once; norm, gate and residual are fused.
 
 A block's verification multiplies 16 rows per request, so it is bound by reading the weights. A program owns
-64 rows of a weight and streams them past all rows of x at once; the weight is the left operand, so that
-Hopper's matrix instructions read it from shared memory. If there are too few programs to fill the GPU,
-several split one tile's inputs (split K), and the last to finish adds their sums in order. The splits depend
-only on the weight's shape. Called by `projections.py`.
+64 rows of a weight and streams them past all rows of x at once, or 128 of them past 65 to 128 rows of x; the
+weight is the left operand, so that Hopper's matrix instructions read it from shared memory. If there are too
+few programs to fill the GPU, several split one tile's inputs (split K), and the last to finish adds their
+sums in order. The splits depend only on the weight's shape and on the height of a tile of rows. Two tiles of
+rows run side by side, and share the weight's tile in the L2 cache. Called by `projections.py`.
 
     x ──[norm: row scale from partial sums of squares, weight]──▶ x W^T ──[bias]──[gate]──[+ residual]──▶ y
                                                                     └──▶ sums of squares of y, per tile
@@ -31,7 +32,7 @@ from ...checkpoint.packed_codes import PackedCodes
 from ...layers.linear import Activation
 from ..common.e4m3 import widen
 from ..common.element_ops import activate, dependent_launch, wait_for_predecessor
-from .gemm_tiles import COLUMNS, ProductTiling, ProductWorkspace
+from .gemm_tiles import ProductTiling, ProductWorkspace
 from .packed_codes import bytes_unpacked, sum_codes, words
 
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # fp32 precision on tensor cores; fp16 and bf16 ignore it
@@ -70,8 +71,9 @@ def multiply(
         x_NK: rows may have any stride, a row is contiguous.
         weight_PLRK: O = P * L * R outputs; a row is contiguous, blocks of R rows may have any stride. With an
             activation its parts are gate and up (P = 2, L = 1), and O = R.
-        tile: rows of x per program; more rows take several programs, which read the weights again, and then
-            every program adds up all splits by itself.
+        tiling: of this weight, with `tile_columns(tile)`.
+        tile: rows of x per program; more rows take several programs, which read the weights again. If the
+            workspace has no room for the sums of all, every program adds up all splits by itself.
         packed: the weight if it is packed; `weight_PLRK` is a view of its codes then.
         scale_O: fp32, per row of the weight, which is e4m3 then (`fp8_linear.py`).
         bias_O: per row of the weight, in the order of outputs.
@@ -93,7 +95,8 @@ def multiply(
     if packed is not None and packed.has_pairs and not packed.is_arranged:
         x_NK = words(x_NK)
     step, split_tiles, stages = tiling.stepping(tile)
-    programs = tiling.splits if row_tiles == 1 else 1  # per tile of y
+    is_split = workspace.has_room(row_tiles * tiling.tiles * tiling.splits, tiling.columns, tile)
+    programs = tiling.splits if is_split else 1  # per tile of y
     _multiply[(row_tiles, tiling.tiles * programs)](
         x_NK, weight_PLRK, None if packed is None else packed.scales,
         None if packed is None else packed.zeros, scale_O, bias_O, residual_NO, y_NO,
@@ -103,10 +106,10 @@ def multiply(
         weight_PLRK.stride(2),
         INPUTS=inputs, OUTPUTS=outputs, LAYERS=layers, SPAN=span, GATED=activation is not None,
         GELU=activation == "gelu_tanh", SQUARES=1 if norm is None else norm.squares_NT.shape[1],
-        SPLITS=tiling.splits, SPLIT_TILES=split_tiles, PROGRAMS=programs, ROWS=tile, COLUMNS=COLUMNS,
+        SPLITS=tiling.splits, SPLIT_TILES=split_tiles, PROGRAMS=programs, ROWS=tile, COLUMNS=tiling.columns,
         STEP=step, CODE=None if packed is None else packed.code, GROUP=0 if packed is None else packed.group,
         GROUPS=0 if packed is None else packed.scales.stride(-2), PACK=bytes_unpacked(packed),
-        num_warps=4, num_stages=stages, **dependent_launch(x_NK.device),
+        num_warps=tiling.num_warps, num_stages=stages, **dependent_launch(x_NK.device),
     )  # fmt: skip
     return y_NO
 
@@ -152,14 +155,15 @@ def _multiply(
             y_ptr.dtype.element_ty,
             INPUTS, SPLITS, SPLIT_TILES, ROWS, COLUMNS, STEP, CODE, GROUP, GROUPS, PACK,
         )  # fmt: skip
-        sums_ptrs_CM = sums_ptr + tile * SPLITS * COLUMNS * ROWS
+        place = row_tile * (tl.num_programs(1) // PROGRAMS) + tile
+        sums_ptrs_CM = sums_ptr + place * SPLITS * COLUMNS * ROWS
         sums_ptrs_CM += tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         tl.store(sums_ptrs_CM + split * COLUMNS * ROWS, part_CM)
         tl.debug_barrier()  # all of the program's sums are stored before it is counted
-        arrived = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        arrived = tl.atomic_add(arrived_ptr + place, 1, sem="acq_rel", scope="gpu")
         if arrived < SPLITS - 1:
             return
-        tl.store(arrived_ptr + tile, 0)
+        tl.store(arrived_ptr + place, 0)
         for other in range(SPLITS):
             sum_CM += tl.load(sums_ptrs_CM + other * COLUMNS * ROWS, cache_modifier=".cg")
     if scale_ptr is not None:
