@@ -95,8 +95,9 @@ def tile_rows(rows: float, heights: Sequence[int]) -> int:
 def dense_instructions(weight_bytes: float, num_bytes: float, rows: float) -> IssuedInstructions:
     """Return the instructions of a dense product, which has the smallest tiles that hold its rows."""
     tile, nearest = tile_rows(rows, PRODUCT_TILES), _nearest_format(weight_bytes)
-    if nearest in WIDE_PRODUCTS and tile == PRODUCT_TILES[-1]:
-        return WIDE_PRODUCTS[nearest].read(num_bytes).times(_tiles(rows, tile))
+    wide = None if nearest is None else WIDE_PRODUCTS.get(nearest)
+    if wide is not None and tile == PRODUCT_TILES[-1]:
+        return wide.read(num_bytes).times(_tiles(rows, tile))
     return product_instructions(weight_bytes, num_bytes, rows, tile)
 
 

@@ -189,7 +189,7 @@ class TargetPass:
     def _sample(self, rows: DeviceStepRows, hidden_NH: Tensor) -> Tensor:
         """Return the target's tokens."""
         models, index_X = self._models, self._requests.sampled_X
-        row_inputs = (hidden_NH, rows.slots_N, rows.positions_N + 1)
+        row_inputs = (hidden_NH, rows.slots_N, rows.positions_N)
         if index_X is not None:
             row_inputs = [values_N.index_select(0, index_X) for values_N in row_inputs]
         if not len(row_inputs[0]):  # chunks of prompts may sample nothing

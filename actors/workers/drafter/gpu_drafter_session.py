@@ -177,12 +177,10 @@ class GpuDrafterSession:
     def _run_block(self, kind: PassKind) -> None:
         memory = self._trees
         trees = None if memory is None else memory.of_requests(kind.num_requests)
-        of_step = self._memory, self._requests_of(kind), trees
-        block = BlockPass(self._drafter, self._cache, *of_step, filters=kind.filters)
-        chosen_N, margins_N = block.run()
+        of_step = self._memory, self._requests_of(kind), trees, self._margins_N[: kind.num_rows]
+        chosen_N = BlockPass(self._drafter, self._cache, *of_step, filters=kind.filters).run()
         if trees is None:
             self._drafts_N[: kind.num_rows].copy_(chosen_N)
-        self._margins_N[: kind.num_rows].copy_(margins_N)
 
     def _run_target(self, kind: PassKind) -> None:
         requests, num_rows, tables = self._requests_of(kind), kind.num_context_rows, self._states.tables

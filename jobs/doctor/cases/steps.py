@@ -29,7 +29,7 @@ from ....drafter.step.gpu_triton.inputs.row_layout import (
 from ....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRows as DeviceRows
 from ....drafter.step.gpu_triton.inputs.transfers import Upload
 from ....drafter.step.gpu_triton.request_states import DeviceStates
-from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace, margins_between, sample_rows
+from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace, sample_rows
 from ....drafter.step.gpu_triton.sampling.sampling_metadata import DeviceSamplingMetadata
 from ....drafter.step.gpu_triton.verification import accept_and_advance
 from ....drafter.step.inputs.gumbel_noise import noise_bits, noise_keys
@@ -269,12 +269,12 @@ def choose(
     (num_rows, vocab_size), device = logits_NV.shape, logits_NV.device
     filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
     workspace = SamplingWorkspace.build(num_rows, vocab_size, device)
-    seconds_N = torch.zeros(num_rows, device=device)
+    margins_N = torch.zeros(num_rows, device=device)
 
     def of_each(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((num_rows,), value, dtype=dtype, device=device)
 
-    ids_N, scores_N = sample_rows(
+    ids_N, _ = sample_rows(
         logits_NV,
         torch.arange(num_rows, dtype=torch.int32, device=device),
         torch.from_numpy(positions_N).to(device),
@@ -289,9 +289,9 @@ def choose(
         ),
         filters=filters,
         workspace=workspace,
-        seconds_N=seconds_N if with_margins else None,
+        margins_N=margins_N if with_margins else None,
     )
-    return ids_N, workspace.filters.floor_N if filters else None, margins_between(scores_N, seconds_N)
+    return ids_N, workspace.filters.floor_N if filters else None, margins_N
 
 
 def _negative_gumbel(seeds_N: np.ndarray, positions_N: np.ndarray, like_NV: Tensor) -> Tensor:

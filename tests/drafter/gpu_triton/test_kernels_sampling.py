@@ -100,22 +100,29 @@ class Requests:
         memory: SamplingWorkspace | None = None,
         start: int = 0,
         seconds: torch.Tensor | None = None,
+        margins: torch.Tensor | None = None,
+        ahead: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return sample_rows_in_kernels(
             logits,
             on_device(self.slots).to(torch.int32),
-            on_device(self.positions),
+            on_device(self.positions) - ahead,
             self.state(),
             filters=filters,
             workspace=memory or workspace(logits, chunk, room),
             vocab_start=start,
+            ahead=ahead,
             seconds_N=seconds,
+            margins_N=margins,
         )
 
     def choose_surely(self, logits: torch.Tensor, **how) -> tuple[torch.Tensor, torch.Tensor]:
-        seconds = torch.empty(len(logits), device=DEVICE)
-        ids, scores = self.choose(logits, seconds=seconds, **how)
-        return ids, margins_between(scores, seconds)
+        """Return ids and margins, which are those between the two best scores that ranks exchange."""
+        seconds, margins = torch.empty(2, len(logits), device=DEVICE)
+        ids, scores = self.choose(logits.clone(), seconds=seconds, **how)
+        same_ids, _ = self.choose(logits, margins=margins, ahead=1, **how)
+        assert ids.equal(same_ids) and margins.equal(margins_between(scores, seconds))
+        return ids, margins
 
     def kept(self, logits: torch.Tensor, *, chunk: int = 512, room: int = 256) -> torch.Tensor:
         """Return the tokens that the floors keep, [N, V]; every row must have a filter."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manta.cluster.hardware.step_time import LAUNCHES_AROUND, LAUNCHES_PER_LAYER
 from support.oracles.quantized_checkpoints import FORMATS
 from support.paths import ROOT, TESTS
 from support.published.published import CONFIGS
@@ -136,6 +137,30 @@ def test_captures_contain_nothing_that_they_forbid(settings: dict[str, Any], reh
     assert len(found["graphs"]) > 10 and all(sum(graph.values()) > 3 for graph in found["graphs"])
     assert 0.98 < found["used_bytes"] / found["allowed_bytes"] <= 1
     assert (found["tier_hits"] > 0) == settings.get("tier", False)
+
+
+def test_up_to_128_rows_a_step_has_the_launches_that_the_planner_charges(rehearse: Rehearse) -> None:
+    """Blocks of eight requests; PyTorch's operators count, too, and filters take three launches more."""
+    graphs = rehearse(engine={"max_num_seqs": 8})["graphs"]
+    operators = {name for graph in graphs for name in graph if name.startswith("aten.")}
+    assert operators == {"aten.index_select", "aten.stack", "aten.copy_"}  # embedding, taps, filters' copy
+    num_layers = 1 + 5  # of the target and of its drafter
+    for filters in (False, True):
+        chosen = [graph for graph in graphs if ("_apply" in graph) == filters]
+        draft, verify = (
+            {sum(graph.values()) for graph in chosen if kernel in graph}
+            for kernel in ("_write_drafts", "_trim_drafts")
+        )
+        assert len(draft) == len(verify) == 1, "as many for all numbers of rows"
+        planned = LAUNCHES_PER_LAYER * num_layers + LAUNCHES_AROUND + 3 * filters
+        assert draft.pop() + verify.pop() == planned
+
+
+@pytest.mark.if_changed
+def test_up_to_256_rows_no_weight_of_codes_is_dequantized(rehearse: Rehearse) -> None:
+    found = rehearse(engine={"max_num_seqs": 16, "quantization": "int4"})
+    assert found["violations"] == {} and found["variants"]["_dequantize"] > 0, "to be measured"
+    assert not any("_dequantize" in graph for graph in found["graphs"])
 
 
 @pytest.mark.parametrize(

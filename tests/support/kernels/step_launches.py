@@ -78,9 +78,9 @@ class Step:
 
 
 def choose(device: torch.device) -> None:
-    """Sample drafts, with the second best scores, and the target's tokens."""
+    """Sample drafts, with their margins, and the target's tokens."""
     step = Step(device)
-    for dtype, filters, has_second, vocab in (
+    for dtype, filters, is_draft, vocab in (
         (BF16, False, False, QWEN3),
         (BF16, True, False, QWEN3),
         (BF16, False, True, QWEN3),
@@ -89,9 +89,9 @@ def choose(device: torch.device) -> None:
         (FP32, True, True, QWEN3),
     ):
         where = step.logits(dtype, vocab), step.slots_N, step.positions_N, step.sampling
-        workspace, seconds_N = step.workspace(vocab), torch.empty(ROWS) if has_second else None
-        how: dict[str, Any] = {"filters": filters, "checks": not has_second}
-        sampler.sample_rows(*where, workspace=workspace, seconds_N=seconds_N, **how)
+        workspace, margins_N = step.workspace(vocab), torch.empty(ROWS) if is_draft else None
+        how: dict[str, Any] = {"filters": filters, "checks": not is_draft, "ahead": 0 if is_draft else 1}
+        sampler.sample_rows(*where, workspace=workspace, margins_N=margins_N, **how)
 
 
 def apply_rules(device: torch.device) -> None:

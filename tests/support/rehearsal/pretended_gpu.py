@@ -12,6 +12,7 @@ are made as late as events allow (`pretended_memory.py`).
 from __future__ import annotations
 
 import ctypes
+import re
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from .pretended_memory import DeviceMemory, PinnedMemory
 
 _CAPABILITY, _MULTIPROCESSORS, _BYTES = (9, 0), 132, 150_110_011_392  # of an H200
 _OF_CONTEXT = 2**29  # bytes of a process's CUDA context
+_NO_LAUNCH = re.compile(r"empty|_unsafe_view|^prim\.")  # operators beside views
 _ANSWERED = frozenset(f"aten.{name}" for name in ("item", "_local_scalar_dense", "equal", "is_nonzero"))
 _OTHERS = ("tolist", "unique", "nonzero", "masked_select", "__bool__")
 _READ_BY_HOST = _ANSWERED | {f"aten.{name}" for name in _OTHERS}
@@ -54,7 +56,7 @@ class Recording:
         beside: while work may run beside later steps: how much each stream had got that it must follow.
         num_waits: how often the host has waited.
         capture: launches of the graph that is being captured; None outside of captures.
-        graphs: launches by kernel, of each captured graph.
+        graphs: launches by kernel, and by operator of PyTorch, of each captured graph.
         variants: keys by kernel for which Triton would compile it.
         new_in_capture: kernels that were first specialized within a capture.
         violations: what captures forbid, with its place.
@@ -331,6 +333,8 @@ class Watch(TorchDispatchMode):
             self._recording.wait_for_all()
             return name == "aten.equal" or (0 if tensors[0].dtype is not torch.bool else False)
         self._recording.work()
+        if self._recording.capture is not None and not func.is_view and not _NO_LAUNCH.search(name):
+            self._recording.capture[name] += 1
         if name == "aten.copy_":
             for host in (each for each in args[:2] if not isinstance(each, FakeTensor)):
                 stream = self._recording.stream

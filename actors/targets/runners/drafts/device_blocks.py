@@ -7,7 +7,6 @@ Legend: R requests, N rows, E selector's rank, C candidates.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .....drafter.compute.memory.kv_cache import PagedKVCache
@@ -40,9 +39,9 @@ class DeviceBlocks(DeviceDrafts):
         return DeviceBlocks(drafter, self.context, self._memory)
 
     def propose(self, requests: DeviceStepRequests, trees: StepTrees | None, *, filters: bool) -> None:
-        block = BlockPass(self.drafter, self.context, self._memory, requests, trees, filters=filters)
-        _, margins_N = block.run()
-        self._memory.workspace.margins_N[: len(margins_N)].copy_(margins_N)
+        margins_N = self._memory.workspace.margins_N[: requests.num_rows]
+        where = self.drafter, self.context, self._memory
+        BlockPass(*where, requests, trees, margins_N, filters=filters).run()
 
     def inject(self, verified: VerifiedRows) -> None:
         features_NH = self.drafter.context_features(verified.taps_NmH)
@@ -56,6 +55,7 @@ class BlockPass:
 
     Args:
         requests, filters, trees: see `DeviceDrafts.propose`.
+        margins_N: fp32, written: a margin for each row of blocks with an anchor and a mask per draft.
     """
 
     def __init__(
@@ -65,18 +65,22 @@ class BlockPass:
         memory: StepMemory,
         requests: DeviceStepRequests,
         trees: StepTrees | None,
+        margins_N: Tensor,
         *,
         filters: bool,
     ) -> None:
         self._drafter, self._context, self._memory = drafter, context, memory
         self._requests, self._trees, self._filters = requests, trees, filters
+        self._margins_N = margins_N
 
-    def run(self) -> tuple[Tensor, Tensor]:
-        """Return a draft and a margin for each row of blocks with an anchor and a mask per draft, [N]."""
+    def run(self) -> Tensor:
+        """Return a draft for each row of blocks with an anchor and a mask per draft, [N]."""
         rows, chosen_N, margins_N = self._draft()
+        if margins_N is not self._margins_N:  # not the sampler's alone
+            self._margins_N.copy_(margins_N)
         if self._trees is None:
             write_drafts(chosen_N, rows, self._memory.states.tables)
-        return chosen_N, margins_N
+        return chosen_N
 
     def _draft(self) -> tuple[DeviceStepRows, Tensor, Tensor]:
         """Return the rows of blocks with an anchor and a mask for each draft, and drafts and margins [N]."""
@@ -109,7 +113,8 @@ class BlockPass:
             chosen_N = found.ids_NK.gather(1, found.scores_NK.argmax(1, keepdim=True)).squeeze(1)
             return chosen_N, drafter.sharpen(margins_N, hidden_NH, chosen_N, rows)
         head_inputs = (hidden_NH, rows.slots_N, rows.positions_N)
-        chosen_N, margins_N = choose_drafts(self._memory, drafter, *head_inputs, filters=self._filters)
+        how = {"filters": self._filters, "margins_N": self._margins_N}
+        chosen_N, margins_N = choose_drafts(self._memory, drafter, *head_inputs, **how)
         return chosen_N, drafter.sharpen(margins_N, hidden_NH, chosen_N, rows)
 
     def _select(
@@ -121,7 +126,7 @@ class BlockPass:
         gates_NE = selector.gates(hidden_NH)
         if self._trees is not None:
             self._grow(self._trees, found, rows, cu_rows_R1, gates_NE)
-        margins_N = torch.zeros(len(gates_NE), dtype=torch.float32, device=gates_NE.device)
+        margins_N = self._margins_N.zero_()
         chosen_N = walk_paths(
             found,
             gates_NE,
@@ -167,7 +172,6 @@ class BlockPass:
     ) -> Tensor:
         """Grow trees, equal on all ranks; return margins [N] of drafts that have no selector."""
         drafter, memory, distance = self._drafter, self._memory, self._drafter.anchor_distance
-        margins_N = torch.empty(len(found.ids_NK), dtype=torch.float32, device=found.ids_NK.device)
         codebooks = None if drafter.selector is None else drafter.selector.codebooks
         blocks = (rows, cu_rows_R1, self._requests.max_rows, memory.states.sampling)
         scores_NPC = tree_scores(
@@ -177,11 +181,11 @@ class BlockPass:
             codebooks,
             filters=self._filters,
             floors_N=memory.workspace.filters.floor_N,
-            margins_N=margins_N,
+            margins_N=self._margins_N,
             anchor_distance=distance,
         )
         children = likely_children(scores_NPC, cu_rows_R1, self._requests.max_rows, step.trim, distance)
         grown_from = (found.ids_NK, cu_rows_R1, step.max_nodes_R, step.trim.factors_T)
         grow_trees(*children, *grown_from, step.trees, distance)
         step.keep(found.ids_NK, scores_NPC, memory.communicator)
-        return margins_N
+        return self._margins_N

@@ -83,7 +83,11 @@ class DeviceChains(DeviceDrafts):
             next_rows = replace(rows, positions_N=rows.positions_N + 1)
             head_inputs = (normed_NH, next_rows.slots_N, next_rows.positions_N)
             chosen_N, chosen_margins_N = choose_drafts(
-                self._memory, _FullHead(self.drafter), *head_inputs, filters=filters
+                self._memory,
+                _FullHead(self.drafter),
+                *head_inputs,
+                filters=filters,
+                margins_N=torch.empty(len(normed_NH), device=normed_NH.device),
             )
             write_drafts(chosen_N, next_rows, tables)
             x_RH = x_RH.index_copy(0, owners_N, x_NH)

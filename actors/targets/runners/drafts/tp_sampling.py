@@ -48,7 +48,11 @@ def choose(
     """Return the target's token of each row, int64, equal on all ranks.
 
     With a split head each rank chooses within its part of the vocabulary, and the best choice wins. Filters
-    and masks need all logits on every rank. `paths_ND`: see `apply_rules`.
+    and masks need all logits on every rank.
+
+    Args:
+        positions_X: of the rows, before those of the tokens.
+        paths_ND: see `apply_rules`.
     """
     state, workspace, communicator = memory.states.sampling, memory.workspace, memory.communicator
     sampling_inputs = (slots_X, positions_X, state)
@@ -59,6 +63,7 @@ def choose(
             *sampling_inputs,
             filters=filters,
             workspace=workspace,
+            ahead=1,
             masks=masks,
             paths_ND=paths_ND,
             checks=True,
@@ -66,7 +71,13 @@ def choose(
         return chosen_X if communicator.world_size == 1 else communicator.broadcast(chosen_X)
     logits_XU, first_id = head.local_logits(hidden_XH)
     ids_X, scores_X = sample_rows(
-        logits_XU, *sampling_inputs, filters=False, workspace=workspace, vocab_start=first_id, checks=True
+        logits_XU,
+        *sampling_inputs,
+        filters=False,
+        workspace=workspace,
+        vocab_start=first_id,
+        ahead=1,
+        checks=True,
     )
     return best_of_ranks(ids_X, scores_X, communicator)
 
@@ -79,11 +90,17 @@ def choose_drafts(
     positions_N: Tensor,
     *,
     filters: bool,
+    margins_N: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return a draft (int64) and its margin (fp32) for each row, chosen like the target's tokens."""
+    """Return a draft (int64) and its margin (fp32) for each row, chosen like the target's tokens.
+
+    Args:
+        positions_N: of the tokens.
+        margins_N: memory of the margins; on one rank the result.
+    """
     state, workspace, communicator = memory.states.sampling, memory.workspace, memory.communicator
-    seconds_N = torch.empty(len(hidden_NH), dtype=torch.float32, device=hidden_NH.device)
     is_split, first_id = head.is_split and not filters, 0
+    seconds_N = torch.empty_like(margins_N) if is_split else None
     if is_split:
         logits, first_id = head.local_logits(hidden_NH)
     else:
@@ -98,10 +115,10 @@ def choose_drafts(
         vocab_start=first_id,
         drafts=True,
         seconds_N=seconds_N,
+        margins_N=None if is_split else margins_N,
     )
-    if is_split:
+    if seconds_N is not None:
         return surest_of_ranks(ids_N, scores_N, seconds_N, communicator)
-    margins_N = margins_between(scores_N, seconds_N)
     if communicator.world_size == 1:
         return ids_N, margins_N
     return first_rank_s(ids_N, margins_N, communicator)

@@ -34,6 +34,7 @@ def apply_rules(
     tables: SlotTables,
     *,
     drafts: bool,
+    ahead: int = 0,
     paths_ND: Tensor | None = None,
 ) -> None:
     """Edit the logits in place.
@@ -41,7 +42,7 @@ def apply_rules(
     Args:
         logits_NV: any float dtype, columns contiguous, the whole vocabulary.
         slots_N: int32; -1 is padding.
-        positions_N: position of the token to sample; the row sees all tokens before it.
+        positions_N: position of the token to sample, less `ahead`; the row sees all tokens before it.
         drafts: the rows propose drafts, which see only the known tokens.
         paths_ND: int32, of rows of draft trees (`TreeRows`): a row sees the tokens of its path.
     """
@@ -53,9 +54,9 @@ def apply_rules(
         rules.num_biased, rules.num_bad_words, rules.repetition, rules.frequency, rules.presence,
         rules.budget, rules.start_length, rules.end_length, rules.allowed_ids, rules.biased_ids, rules.biases,
         rules.bad_words, rules.marks, vocab_size,
-        DRAFTS=drafts, MAX_ALLOWED=rules.allowed_ids.shape[1], MAX_BIASED=rules.biased_ids.shape[1],
-        MAX_WORDS=rules.bad_words.shape[1], WORD=rules.bad_words.shape[2], MARK=rules.marks.shape[2],
-        CHUNK=_CHUNK,
+        DRAFTS=drafts, AHEAD=ahead, MAX_ALLOWED=rules.allowed_ids.shape[1],
+        MAX_BIASED=rules.biased_ids.shape[1], MAX_WORDS=rules.bad_words.shape[1],
+        WORD=rules.bad_words.shape[2], MARK=rules.marks.shape[2], CHUNK=_CHUNK,
     )  # fmt: skip
 
 
@@ -64,8 +65,8 @@ def _apply(
     logits, row_stride, slots, positions, token_ids, tokens_stride, num_computed, paths, depth, is_ruled,
     prompt_lengths, nums_allowed, nums_biased, nums_bad_words, repetitions, frequencies, presences, budgets,
     start_lengths, end_lengths, allowed_ids, biased_ids, biases, bad_words, marks, vocab_size,
-    DRAFTS: tl.constexpr, MAX_ALLOWED: tl.constexpr, MAX_BIASED: tl.constexpr, MAX_WORDS: tl.constexpr,
-    WORD: tl.constexpr, MARK: tl.constexpr, CHUNK: tl.constexpr,
+    DRAFTS: tl.constexpr, AHEAD: tl.constexpr, MAX_ALLOWED: tl.constexpr, MAX_BIASED: tl.constexpr,
+    MAX_WORDS: tl.constexpr, WORD: tl.constexpr, MARK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     first, row = tl.program_id(0) * CHUNK, tl.program_id(1)
     slot = tl.load(slots + row)
@@ -78,7 +79,7 @@ def _apply(
     z = tl.load(places, mask=columns < vocab_size, other=-float("inf")).to(tl.float32)
     is_broken = (z != z) | (z == float("inf"))
     anchor = tl.load(num_computed + slot)
-    end = anchor + 1 if DRAFTS else tl.load(positions + row).to(tl.int32)
+    end = anchor + 1 if DRAFTS else tl.load(positions + row).to(tl.int32) + AHEAD
     tokens = (token_ids + slot.to(tl.int64) * tokens_stride, paths + row * depth, anchor, depth)
     prompt_length = tl.load(prompt_lengths + slot)
 

@@ -114,7 +114,9 @@ def sample_rows(
     vocab_start: int = 0,
     drafts: bool = False,
     masks: DeviceMasks | None = None,
+    ahead: int = 0,
     seconds_N: Tensor | None = None,
+    margins_N: Tensor | None = None,
     paths_ND: Tensor | None = None,
     checks: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -127,8 +129,7 @@ def sample_rows(
         logits_NV: any float dtype, columns contiguous; -inf for impossible tokens. Edited by rules and
             masks only.
         slots_N: each row's request slot, int32; -1 is padding.
-        positions_N: absolute position of the token to sample (that of the row + 1 for the target's rows),
-            int32 or int64.
+        positions_N: absolute position of the token to sample, less `ahead`, int32 or int64.
         filters: whether any running request has top-k, top-p, min-p or rules; needs the whole vocabulary.
         workspace: overwritten.
         vocab_start: the token id of column 0.
@@ -137,6 +138,7 @@ def sample_rows(
         seconds_N: fp32, written if given: the best score of any other token that the filters keep. If they
             keep no other, this and the score are the two best logits before filters. -inf if no other
             token is possible.
+        margins_N: fp32, written if given instead of `seconds_N`: see `margins_between`.
         checks: a row that holds NaN or +inf gets the id NOT_A_NUMBER and an infinite score.
     """
     num_rows, vocab_size = logits_NV.shape
@@ -144,22 +146,24 @@ def sample_rows(
     assert logits_NV.stride(1) == 1, "columns must be contiguous"
     assert workspace.score_NC.shape[0] >= num_rows and workspace.score_NC.shape[1] >= chunks, "too small"
     assert not (filters and vocab_start), "a filter sees the whole vocabulary: gather the logits first"
+    assert seconds_N is None or margins_N is None, "one of the two"
     if filters and state.rules is not None and state.tables is not None:
         of_rules = (slots_N, positions_N, state.rules, state.tables)
-        apply_rules(logits_NV, *of_rules, drafts=drafts, paths_ND=paths_ND)
+        apply_rules(logits_NV, *of_rules, ahead=ahead, drafts=drafts, paths_ND=paths_ND)
     if masks is not None:
         mask_tokens(logits_NV, masks)
     ids_N = torch.empty(num_rows, dtype=torch.int64, device=logits_NV.device)
     scores_N = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
-    memory = workspace.filters
+    memory, certainties_N = workspace.filters, seconds_N if margins_N is None else margins_N
     _choose[chunks, num_rows](  # a row's programs start together: its last one works while others read
         logits_NV, logits_NV.stride(0), positions_N, state.min_length, state.stop_ids, slots_N,
         state.temperature, state.top_k, state.top_p, state.min_p, state.seed, workspace.num_done_N,
         workspace.score_NC, workspace.id_NC, workspace.second_NC, memory.group_max_NG, memory.chunk_max_NC,
         memory.chunk_sum_NC, memory.groups_NG, memory.candidates_NQ, memory.floor_N, ids_N, scores_N,
-        scores_N if seconds_N is None else seconds_N, vocab_size, vocab_start,
-        CHUNKS=chunks, WIDTH=triton.next_power_of_2(chunks), FILTERS=filters, SECONDS=seconds_N is not None,
-        CHECKS=checks, MAX_CANDIDATES=memory.candidates_NQ.shape[1], NUM_STOP_IDS=state.stop_ids.shape[1],
+        scores_N if certainties_N is None else certainties_N, vocab_size, vocab_start,
+        CHUNKS=chunks, WIDTH=triton.next_power_of_2(chunks), FILTERS=filters,
+        SECONDS=certainties_N is not None, MARGINS=margins_N is not None, AHEAD=ahead, CHECKS=checks,
+        MAX_CANDIDATES=memory.candidates_NQ.shape[1], NUM_STOP_IDS=state.stop_ids.shape[1],
         CHUNK=workspace.chunk_size, num_warps=num_warps(logits_NV.dtype),
     )  # fmt: skip
     if masks is not None:
@@ -184,7 +188,8 @@ def _choose(
     num_done, best_scores, best_ids, second_scores, group_maxima, chunk_maxima, chunk_sums, groups,
     candidates, floors, ids, scores, seconds, vocab_size, vocab_start,
     CHUNKS: tl.constexpr, WIDTH: tl.constexpr, FILTERS: tl.constexpr, SECONDS: tl.constexpr,
-    CHECKS: tl.constexpr, MAX_CANDIDATES: tl.constexpr, NUM_STOP_IDS: tl.constexpr, CHUNK: tl.constexpr,
+    MARGINS: tl.constexpr, AHEAD: tl.constexpr, CHECKS: tl.constexpr, MAX_CANDIDATES: tl.constexpr,
+    NUM_STOP_IDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Process one chunk of one row; the row's last program also chooses its token."""
     chunk, row = tl.program_id(0), tl.program_id(1)
@@ -194,9 +199,9 @@ def _choose(
             tl.store(ids + row, 0)
             tl.store(scores + row, -float("inf"))
             if SECONDS:
-                tl.store(seconds + row, -float("inf"))
+                tl.store(seconds + row, 0.0 if MARGINS else -float("inf"))
         return
-    position = tl.load(positions + row).to(tl.int32)
+    position = tl.load(positions + row).to(tl.int32) + AHEAD
     key_0, key_1 = noise_keys(tl.load(seeds + slot), position)
     temperature = read_temperature(slot, temperatures, top_ks)
     filters = read_filters(slot, temperature, top_ks, top_ps, min_ps)
@@ -256,6 +261,9 @@ def _choose(
                 second = tl.max(tl.where(their_column == column, second, their_best), 0)
         tl.store(ids + row, tl.where(done >= _BROKEN, _NOT_A_NUMBER, column + vocab_start).to(tl.int64))
         tl.store(scores + row, tl.where(done >= _BROKEN, float("inf"), best))
+        if MARGINS:  # `margins_between`; infinities are not subtracted from themselves
+            is_tie = best == second
+            second = tl.where(is_tie, 0.0, best) - tl.where(is_tie, 0.0, second)
         if SECONDS:
             tl.store(seconds + row, second)
 
