@@ -40,7 +40,14 @@ from .common.engine_flags import (
     options_of,
     with_flags,
 )
-from .common.options import AuditOptions, DoctorOptions, NodeOptions, PlanOptions, ServeOptions
+from .common.options import (
+    AuditOptions,
+    CompileOptions,
+    DoctorOptions,
+    NodeOptions,
+    PlanOptions,
+    ServeOptions,
+)
 from .common.stop_signals import Stopped, StopSignals
 from .common.vllm_flags import without_vllm_flags
 from .dashboards.cli import dashboards
@@ -298,6 +305,15 @@ def render(
             help="For kuberay-*: PersistentVolumeClaim that keeps downloads from the hub for all pods.",
         ),
     ] = None,
+    compile_for: Annotated[
+        str | None,
+        typer.Option(
+            "--compile",
+            metavar="GPU",
+            show_default=False,
+            help="For dockerfile: run manta compile for it.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", show_default=False, help="Output file; default: standard output."),
@@ -309,9 +325,8 @@ def render(
 
     if output is not None:
         check_new_file(output, force=force)
-    text = render_document(
-        kind, config, gpus_per_node, image, batch_flags or [], PodOptions(cpus, memory, model_cache)
-    )
+    pod = PodOptions(cpus, memory, model_cache)
+    text = render_document(kind, config, gpus_per_node, image, batch_flags or [], pod, compile_for)
     if output is None:
         typer.echo(text, nl=False)
     else:
@@ -378,6 +393,16 @@ def plan(options: PlanOptions) -> None:
     from .plan.make_plan import make_plan
 
     make_plan(options)
+
+
+@app.command("compile")
+@with_flags
+def compile_(options: CompileOptions, config: EngineConfig, model_: Model = None) -> None:
+    """Compile the GPU kernels of a start with these settings into Triton's cache, without GPU and weights."""
+    with counting("loading PyTorch", say, begin=False):
+        from .compile.compile_run import run_compile
+
+    run_compile(config, options)
 
 
 @simulate.callback()

@@ -40,15 +40,27 @@ class Gpu:
 
     Attributes:
         memory_bytes: what CUDA can allocate, which is less than the data sheet says.
-        cycles_per_s: of all multiprocessors together, at the boost clock.
-        is_blackwell: whether kernels are those for sm_100; else those for sm_90 are assumed.
+        processors: number of multiprocessors.
+        clock_hz: of a multiprocessor, when boosted.
+        capability: compute capability.
     """
 
     device: Device
     memory_bytes: int
     link: Link
-    cycles_per_s: float
-    is_blackwell: bool = False
+    processors: int
+    clock_hz: float
+    capability: tuple[int, int]
+
+    @property
+    def is_blackwell(self) -> bool:
+        """Whether kernels are those for sm_100; else those for sm_90 are assumed."""
+        return self.capability[0] == 10
+
+    @property
+    def cycles_per_s(self) -> float:
+        """Return the cycles of all multiprocessors together."""
+        return self.processors * self.clock_hz
 
     def issue_s(self, issued: IssuedInstructions) -> float:
         """Return the seconds in which kernels issue these instructions."""
@@ -61,15 +73,9 @@ class Gpu:
 
 
 def _gpu(
-    device: Device,
-    memory_gib: float,
-    link: Link,
-    processors: int,
-    ghz: float,
-    *,
-    is_blackwell: bool = False,
+    device: Device, memory_gib: float, link: Link, processors: int, ghz: float, capability: tuple[int, int]
 ) -> Gpu:
-    return Gpu(device, int(memory_gib * GIB), link, processors * ghz * 1e9, is_blackwell)
+    return Gpu(device, int(memory_gib * GIB), link, processors, ghz * 1e9, capability)
 
 
 # H200, H100 and B200 have the measured rates of `roofline.GPUS`. The others have 90 % of the data sheet's
@@ -78,13 +84,13 @@ def _gpu(
 # what PyTorch reports, and for B300 what nvidia-smi reports. Multiprocessors and clocks are the data sheets',
 # but for B300's, which are B200's.
 GPUS: Mapping[str, Gpu] = {
-    "h200": _gpu(MEASURED["NVIDIA H200"], 139.8, NVLINK_4, 132, 1.75),
-    "h100": _gpu(MEASURED["NVIDIA H100 80GB HBM3"], 79.1, NVLINK_4, 132, 1.75),
-    "b200": _gpu(MEASURED["NVIDIA B200"], 178.3, NVLINK_5, 148, 1.94, is_blackwell=True),
-    "b300": _gpu(Device("B300", 7.2e12, 1687.5e12), 268.5, NVLINK_5, 148, 1.94, is_blackwell=True),
-    "a100-80gb": _gpu(Device("A100 80GB", 1.835e12, 243e12), 79.1, NVLINK_3, 108, 1.41),
-    "a100-40gb": _gpu(Device("A100 40GB", 1.4e12, 243e12), 39.4, NVLINK_3, 108, 1.41),
-    "l40s": _gpu(Device("L40S", 0.778e12, 282e12), 44.4, PCIE_4, 142, 2.52),
+    "h200": _gpu(MEASURED["NVIDIA H200"], 139.8, NVLINK_4, 132, 1.75, (9, 0)),
+    "h100": _gpu(MEASURED["NVIDIA H100 80GB HBM3"], 79.1, NVLINK_4, 132, 1.75, (9, 0)),
+    "b200": _gpu(MEASURED["NVIDIA B200"], 178.3, NVLINK_5, 148, 1.94, (10, 0)),
+    "b300": _gpu(Device("B300", 7.2e12, 1687.5e12), 268.5, NVLINK_5, 148, 1.94, (10, 3)),
+    "a100-80gb": _gpu(Device("A100 80GB", 1.835e12, 243e12), 79.1, NVLINK_3, 108, 1.41, (8, 0)),
+    "a100-40gb": _gpu(Device("A100 40GB", 1.4e12, 243e12), 39.4, NVLINK_3, 108, 1.41, (8, 0)),
+    "l40s": _gpu(Device("L40S", 0.778e12, 282e12), 44.4, PCIE_4, 142, 2.52, (8, 9)),
 }
 
 

@@ -292,7 +292,7 @@ class SpeculationFlags:
     """
 
     speculative_config: Annotated[str | None, Flag("-sc")] = None
-    spec_model: str | None = None
+    spec_model: Annotated[str | None, Flag("--spec-model --drafter")] = None
     spec_method: DraftMethod | None = None
     spec_tokens: int | None = None
     no_speculation: Annotated[bool, Flag("--no-speculation")] = False

@@ -1,4 +1,4 @@
-"""Options of serve, doctor, audit, plan and simulate; their flags are made from them. No torch, no Ray.
+"""Options of serve, doctor, audit, plan, compile, simulate; flags are made from them. No torch, no Ray.
 
 `check_least` is for all commands.
 """
@@ -152,6 +152,22 @@ class PlanOptions:
             raise ConfigError("slo_ttft_ms needs arrivals: give --trace, too.", param="slo_ttft_ms")
         if self.output is not None:
             check_new_file(self.output, force=self.force)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileOptions:
+    """Options of `manta compile`.
+
+    Attributes:
+        gpu: kind of the GPUs that will run the kernels.
+        output: Triton's cache, which must have this path where it is used; by default TRITON_CACHE_DIR, or
+            ~/.triton/cache.
+        jobs: processes that compile; by default one per core.
+    """
+
+    gpu: Annotated[str, Flag(metavar="|".join(GPUS))]
+    output: Annotated[Path | None, Flag("-o")] = None
+    jobs: Annotated[int | None, Flag("-j", least=1)] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from ...actors.http.middleware.api_keys import refuse_written_keys
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, PlacementError
 from ...cluster.fleet.placement import Bundle, Topology, format_resources, total
+from ...cluster.hardware.gpu_specs import find_gpu
 from ...version import DISTRIBUTION, __version__
 from ..common.config_file import check_serve_config, read_yaml
 from ..common.engine_flags import ENGINE_OPTIONS
@@ -82,14 +83,20 @@ def render_document(
     image: str | None,
     batch_flags: Sequence[str],
     pod: PodOptions = PodOptions(),
+    compile_for: str | None = None,
 ) -> str:
-    """Return the text of a file; raises ConfigError or PlacementError for an invalid config."""
+    """Return the text of a file; raises ConfigError or PlacementError for an invalid config.
+
+    `compile_for`: the kind of GPU for which the kernels are compiled into the image.
+    """
     if bool(batch_flags) != (kind == "kuberay-job"):
         raise ConfigError(
             "kuberay-job (and no other kind) needs flags of `manta batch` after --: manta render kuberay-job "
             "-- --input s3://bucket/in/*.parquet --output s3://bucket/out --prompt-column question",
             param="batch_flags",
         )
+    if compile_for is not None and kind != "dockerfile":
+        raise ConfigError(f"--compile is not for {kind}: only for dockerfile.", param="kind")
     deployment = read_deployment(config, gpus_per_node)
     gpus, serves = deployment.node_gpus, kind == "kuberay-service"
     if pod != PodOptions() and not kind.startswith("kuberay-"):
@@ -132,19 +139,29 @@ def render_document(
         grace_s=SERVICE_GRACE_S if serves else JOB_GRACE_S,
         serve_config=yaml.safe_dump(deployment.with_service(), sort_keys=False).rstrip("\n"),
         entrypoint=batch_command(deployment.engines[0], batch_flags),
+        compile_commands=[] if compile_for is None else compile_commands(deployment.engines, compile_for),
         command=shlex.join(command),
     )
 
 
 def batch_command(engines: Engines, batch_flags: Sequence[str]) -> str:
     """Return `manta batch` with the engine's settings as flags, since the file is not in the container."""
-    words = ["manta", "batch"]
-    for name, value in engines.args.items():
-        if name in ENGINE_OPTIONS and value is not None:
-            words += _flag(name, value)
     minimum = max(engines.least, 1)
     count = str(minimum) if minimum == engines.most else f"{minimum}:{engines.most}"
-    return shlex.join([*words, "--concurrency", count, *batch_flags])
+    words = ["manta", "batch", *_engine_flags(engines), "--concurrency", count, *batch_flags]
+    return shlex.join(words)
+
+
+def compile_commands(engines: Sequence[Engines], gpu: str) -> list[str]:
+    """Return `manta compile` for each engine on GPUs. Raises ConfigError for a GPU that is not known."""
+    find_gpu(gpu)
+    found = [["manta", "compile", "--gpu", gpu, *_engine_flags(each)] for each in engines if each.gpus]
+    return [shlex.join(words) for words in found]
+
+
+def _engine_flags(engines: Engines) -> list[str]:
+    found = ((name, value) for name, value in engines.args.items() if name in ENGINE_OPTIONS)
+    return [word for name, value in found if value is not None for word in _flag(name, value)]
 
 
 def _flag(name: str, value: object) -> list[str]:

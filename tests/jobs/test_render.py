@@ -248,6 +248,23 @@ def environment_of(program: str, line: str, folder: Path) -> dict[str, str]:
     return dict(each.split("=", 1) for each in ran.stdout.splitlines())
 
 
+def test_the_image_compiles_the_kernels_of_each_engine_on_gpus(tmp_path: Path) -> None:
+    spec = {"model": "z-lab/Qwen3-8B-DFlash-b16", "num_speculative_tokens": 7}
+    file = config(tmp_path, replicas=2, kv_cache_dtype="fp8", tensor_parallel_size=2, speculative_config=spec)
+    text = render_document("dockerfile", file, None, None, [], compile_for="b200")
+    (line,) = re.findall(r"^RUN (manta compile .*)$", text, re.M)
+    found = parsed(shlex.split(line))
+    assert (found["gpu"], found["model"], found["kv_cache_dtype"]) == ("b200", "Qwen/Qwen3-8B", "fp8")
+    assert found["tensor_parallel_size"] == 2 and json.loads(found["speculative_config"]) == spec
+    on_cpus = config(tmp_path, device="cpu")
+    assert "manta compile" not in render_document("dockerfile", on_cpus, None, None, [], compile_for="h200")
+    assert "manta compile" not in render_document("dockerfile", file, None, None, [])
+    with pytest.raises(ConfigError, match=r"gpu='h20' is not known.*h200"):
+        render_document("dockerfile", file, None, None, [], compile_for="h20")
+    with pytest.raises(ConfigError, match="--compile is not for systemd"):
+        render_document("systemd", file, None, None, [], compile_for="h200")
+
+
 def test_the_image_has_the_versions_installed_here(tmp_path: Path) -> None:
     text = render_document("dockerfile", config(tmp_path), None, None, [])
     pins = dict(re.findall(r"^    '([\w-]+)(?:\[[\w,]+])?==([\w.]+)'", text, re.M))

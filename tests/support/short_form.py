@@ -30,6 +30,7 @@ _TESTED = {
         "cluster/speculation/",
     ),
     "tests/jobs/bench/": ("tests/benchmarks/",),
+    "tests/jobs/compile/": ("drafter/step/gpu_triton/", "actors/targets/"),
     "tests/jobs/drafters/": ("jobs/training/", "drafter/dflash/"),
     "tests/jobs/training/": ("drafter/dflash/", "drafter/eagle3/", "models/recipe/"),
 }

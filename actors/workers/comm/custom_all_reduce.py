@@ -89,7 +89,7 @@ class CustomAllReduce:
                     return peers
                 shared = on_all_ranks(lambda: _share_buffers(found[0], group, dtype, device))
                 random = None
-                if shared is not None and on_all_ranks(lambda: _compile(fused, shared)):
+                if shared is not None and on_all_ranks(lambda: compile_fused(fused, shared)):
                     random = on_all_ranks(lambda: _test_fused(fused, shared))
                 if random is not None and on_all_ranks(lambda: _check_same(random, group)):
                     peers.buffers = shared
@@ -155,7 +155,7 @@ def _share_buffers(
     )
 
 
-def _compile(fused: FusedSum, buffers: PeerBuffers) -> bool:
+def compile_fused(fused: FusedSum, buffers: PeerBuffers) -> bool:
     """Run the kernel once without waiting for other ranks, which may take longer to compile it."""
     ones = torch.ones(_TRIED_ROWS, _TRIED_WIDTH, dtype=buffers.dtype, device=buffers.values_P.device)
     fused(ones, buffers.bounded(0), ones, ones[0], 1e-6)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manta.cluster.errors import ConfigError
 from manta.cluster.hardware.step_time import LAUNCHES_AROUND, LAUNCHES_PER_LAYER
+from manta.jobs.compile.device_guard import compile_guard
 from support.oracles.quantized_checkpoints import FORMATS
 from support.paths import ROOT, TESTS
 from support.published.published import CONFIGS
-from torch.utils import cpp_extension
 
 pytest.importorskip("triton")
 
@@ -95,17 +95,11 @@ FOUND = (
 
 @pytest.fixture(scope="module")
 def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled device_guard.cpp."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("a pretended device needs a C++ compiler")
-    guard = tmp_path_factory.mktemp("guard") / "device_guard.so"
-    libraries = cpp_extension.library_paths()[0]
-    command = [compiler, "-O0", "-shared", "-fPIC", "-std=c++20", "-o", guard, FOLDER / "device_guard.cpp"]
-    command += [f"-I{path}" for path in cpp_extension.include_paths()]
-    command += [f"-L{libraries}", "-lc10", f"-Wl,-rpath,{libraries}"]
-    subprocess.run(command, check=True, capture_output=True)
-    return guard
+    """The compiled guard of a device."""
+    try:
+        return compile_guard(tmp_path_factory.mktemp("guard"))
+    except ConfigError as error:
+        pytest.skip(error.message)
 
 
 @pytest.fixture
@@ -122,7 +116,7 @@ def rehearsed(guard: Path, **settings: object) -> dict[str, Any]:
 def run(guard: Path, **settings: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-X", "faulthandler", FOLDER / "rehearse.py", guard, json.dumps(settings)],
-        env={**os.environ, "PYTHONPATH": str(TESTS), "TRITON_INTERPRET": "0"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "0"},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -134,6 +128,7 @@ def run(guard: Path, **settings: object) -> subprocess.CompletedProcess[str]:
 def test_captures_contain_nothing_that_they_forbid(settings: dict[str, Any], rehearse: Rehearse) -> None:
     found = rehearse(**settings)
     assert found["violations"] == {} and found["new_in_capture"] == {}
+    assert found["new_after_start"] == {}, "`manta compile` sees a start alone"
     assert len(found["graphs"]) > 10 and all(sum(graph.values()) > 3 for graph in found["graphs"])
     assert 0.98 < found["used_bytes"] / found["allowed_bytes"] <= 1
     assert (found["tier_hits"] > 0) == settings.get("tier", False)
@@ -182,6 +177,16 @@ def test_ranks_meet_in_the_same_collectives(ranks: int, settings: dict[str, Any]
         (kind, when) for kind in ("all_reduce", "all_gather", "broadcast") for when in (False, True)
     }
     assert first["violations"] == last["violations"] == {}
+    assert first["variants"] == last["variants"], "`manta compile` starts the first rank alone"
+
+
+@pytest.mark.if_changed
+def test_kernels_depend_neither_on_memory_nor_on_measurements(rehearse: Rehearse) -> None:
+    """What `manta compile` cannot know."""
+    found = rehearse(speculation=None)["variants"]
+    assert rehearse(speculation=None, engine={"gpu_memory_utilization": 0.53})["variants"] == found
+    other = rehearse(speculation=None, library=True)["variants"]
+    assert all(set(keys) <= set(found[name]) for name, keys in other.items())
 
 
 def test_planted_faults_are_found(rehearse: Rehearse) -> None:

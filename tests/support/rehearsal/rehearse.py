@@ -1,13 +1,14 @@
 """Rehearses a start on a pretended GPU: rehearse.py DEVICE_GUARD SETTINGS; prints a JSON report.
 
 SETTINGS, as JSON: `engine` and `speculation` (fields of EngineConfig and SpeculativeConfig), `model` (of
-`bench`'s random models), `rank` of `ranks`, whether to `swap` the drafter at the end and to `plant` faults in
-captures, and a wait to leave out (`hurry`). A single rank serves some requests; with a `tier` below the pages
-twice, of host memory for some pages and files for all.
+`bench`'s random models), `rank` of `ranks`, whether to `swap` the drafter at the end, to `plant` faults in
+captures, and to choose the `library`'s products, and a wait to leave out (`hurry`). A single rank serves some
+requests; with a `tier` below the pages twice, of host memory for some pages and files for all.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import sys
@@ -20,11 +21,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from support.rehearsal.pretended_gpu import Recording, Watch, pretend_gpu
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from manta.jobs.compile.pretended_gpu import fake_tensors, pretend
+from support.rehearsal.recording import Recording
+from torch._subclasses.fake_tensor import FakeTensor
 
 recording = Recording()
-pretend_gpu(recording, Path(sys.argv[1]))
+ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
+pretend(recording)
 
 # Only now: these look for a GPU when they are imported.
 from manta.actors.engine.uniproc_executor import InProcessExecutor  # noqa: E402
@@ -47,24 +50,21 @@ from manta.cluster.step.page_transfer import PagesMoved, PageTransfer  # noqa: E
 from manta.cluster.step.scheduler_output import SchedulerOutput  # noqa: E402
 from manta.drafter.compute.backend import Backend  # noqa: E402
 from manta.drafter.compute.gpu_triton.common.element_ops import rms_norm  # noqa: E402
-from manta.drafter.compute.gpu_triton.linear import gemm_choice  # noqa: E402
+from manta.drafter.compute.gpu_triton.linear.gemm_choice import MeasuredChoice  # noqa: E402
 from manta.drafter.dflash.config import DrafterConfig  # noqa: E402
 from manta.drafter.dflash.model import ContextFeatures  # noqa: E402
 from manta.drafter.step.gpu_triton.inputs.transfers import PendingResult, StepOutput, Upload  # noqa: E402
 from manta.jobs.bench.common.random_weights import QWEN3_8B, PairShape, RandomModels  # noqa: E402
+from manta.jobs.compile.pretended_start import PretendedRank, pretend_values  # noqa: E402
 
 MAX_LENGTH = 8192
 HOST_BYTES = 2**24  # some ten pages, fewer than a prompt has
 submitted: dict[int, Counter[int]] = {}  # what streams had got when a transfer was begun, by its number
 
 
-class RecordingRank(SingleRank):
-    """One of several ranks, whose peers have what it has."""
-
-    peer_buffers = None
-
+class RecordingRank(PretendedRank):
     def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+        super().__init__(rank, world_size)
         self.seen: list[tuple[str, list[int], str, bool]] = []
 
     def note(self, kind: str, tensor: torch.Tensor) -> None:
@@ -73,33 +73,15 @@ class RecordingRank(SingleRank):
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         self.note("all_reduce", tensor)
-        return tensor
+        return super().all_reduce(tensor)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         self.note("all_gather", tensor)
-        return torch.cat([tensor] * self.world_size, dim)
+        return super().all_gather(tensor, dim)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         self.note("broadcast", tensor)
-        return tensor
-
-
-def both(self: Any, use: Any, own: Any, other: Any, dtype: Any) -> list[bool]:
-    """Choose our product, after both were launched as in a measurement; all ranks agree."""
-    measured = gemm_choice.measured_rows(own)
-    if self._ranks is not None:
-        self._ranks.broadcast(torch.empty(len(measured), dtype=torch.int32, device="cuda"))
-    for projection in (own, other):
-        for rows in measured:
-            gemm_choice._call(use, projection, own, rows, dtype)()
-    return [True] * len(measured)
-
-
-def own_value(find: Callable[[], Any], count: int, communicator: Any, device: Any) -> tuple[int, ...]:
-    """`rank_loader.smallest` of equal ranks, which reads no value from the device."""
-    found = tuple(find())
-    communicator.all_gather(torch.empty((1, 1 + count), dtype=torch.int64, device="cuda"), dim=0)
-    return found
+        return super().broadcast(tensor, source)
 
 
 def one_token_each(
@@ -152,7 +134,7 @@ def plant(planted: list[Callable[[], object]]) -> None:
             try:
                 fault()
             except Exception:  # of a shape that only values decide
-                recording.forbid("a fault raised")
+                recording.on_host_call("a fault raised")
             return result
 
         return capture(both, pool)
@@ -245,11 +227,15 @@ def features(resolved: ResolvedConfig, backend: Backend) -> ContextFeatures:
 
 
 def main(settings: dict[str, Any], tier: str) -> None:
-    gemm_choice.MeasuredChoice._agree = both
-    rank_loader.smallest = own_value
+    pretend_values()
     StepOutput.views_of = one_token_each  # pyright: ignore[reportAttributeAccessIssue]
     remote_drafter._context_features = features
     move_in_turn()
+    if settings.get("library"):
+        launch_both = MeasuredChoice._agree
+        MeasuredChoice._agree = lambda self, use, own, other: [
+            not choice for choice in launch_both(self, use, own, other)
+        ]
     if settings.get("plant"):
         plant(faults())
     if wait := settings.get("hurry"):
@@ -266,12 +252,13 @@ def main(settings: dict[str, Any], tier: str) -> None:
         **({"kv_tier_path": tier, "kv_tier_host_bytes": HOST_BYTES} if settings.get("tier") else {}),
     )
     num_read = 0
-    with FakeTensorMode(allow_non_fake_inputs=True), Watch(recording):
+    with fake_tensors(recording):
         drafter = None if speculation is None else shape.drafter
         plan = resolve_models(config, Path("random"), shape.target, Path("random"), drafter, MAX_LENGTH)
         communicator = ranks if num_ranks > 1 else SingleRank()
         remote = partial(RemoteDrafterSource, communicator=communicator) if plan.split else None
         runner, info = rank_loader.start_runner(plan, RandomModels(), communicator, remote_drafts=remote)
+        of_start = {name: frozenset(keys) for name, keys in recording.variants.items()}
         if num_ranks == 1:
             num_read = serve(config, plan, runner, info)
         if settings.get("swap"):
@@ -284,7 +271,12 @@ def main(settings: dict[str, Any], tier: str) -> None:
         "host_reads": recording.host_reads,
         "new_in_capture": recording.new_in_capture,
         "graphs": recording.graphs,
-        "variants": {name: len(keys) for name, keys in recording.variants.items()},
+        "new_after_start": {
+            name: len(new)
+            for name, keys in recording.variants.items()
+            if (new := keys - of_start.get(name, frozenset()))
+        },
+        "variants": {name: sorted(map(str, keys)) for name, keys in recording.variants.items()},
         "collectives": ranks.seen,
         "tier_hits": num_read,
     }

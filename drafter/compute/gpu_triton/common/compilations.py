@@ -20,7 +20,7 @@ class Compilations:
 
     def __str__(self) -> str:
         found = f"Triton compiled {self.num_kernels} kernels in {self.seconds:.0f} s"
-        return f"{found}; later starts find them in {knobs.cache.dir}"
+        return f"{found}; later starts find them in {knobs.cache.dir}, and all that `manta compile` put there"
 
 
 @contextmanager
