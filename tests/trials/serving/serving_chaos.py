@@ -423,7 +423,10 @@ def table(found: Sequence[Found]) -> str:
 
 
 def main(output: Path, only: Sequence[str]) -> None:
-    made_by = dict.fromkeys(only or [setup.name for setup in SCHEDULE], provenance())
+    order = [setup.name for setup in SCHEDULE]
+    if unknown := [name for name in only if name not in order]:
+        raise SystemExit(f"no setup is named {unknown[0]!r}; they are {', '.join(order)}")
+    made_by = dict.fromkeys(only or order, provenance())
     schedule, found = [setup for setup in SCHEDULE if setup.name in made_by], list[Found]()
     if only:
         known = json.loads(output.with_suffix(".json").read_text())
@@ -432,7 +435,6 @@ def main(output: Path, only: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         pair = make_text_pair(Path(scratch))
         found += run_schedule(schedule, pair, Path(scratch))
-    order = [setup.name for setup in SCHEDULE]
     found.sort(key=lambda each: order.index(each.setup))
     output.with_suffix(".md").write_text(table(found))
     figures = {"provenance": made_by, "deaths": [{**asdict(each), "held": each.held} for each in found]}
