@@ -38,7 +38,8 @@ def _rows_in_cache(inputs):
 
 
 def project_tiles(
-    x, weight, bias, residual, y, num_rows, room, inputs, outputs, ending, sums, first_panel, last_panel, step
+    x, weight, bias, residual, y, num_rows, room, inputs, outputs, ending, sums, states, phase,
+    first_panel, last_panel, step,
 ):  # fmt: skip
     """Compute some columns of a product; arguments: see `packed_gemm.project`."""
     blocks = inputs // 32

@@ -35,11 +35,11 @@ from ..memory.kv_cache import PagedKVCache
 from .attention import attend, scratch_bytes
 from .gemm_epilogues import GELU, PLAIN, SILU
 from .operators import PackedLinear, PagedContexts
-from .packed_gemm import decoded_offset, project
+from .packed_gemm import decoded_offset, project, project_together
 from .packed_gemm import scratch_bytes as product_scratch_bytes
 from .packed_weight import PackedWeight
 from .qkv_heads import BLOCK, norm_rotate_heads, write_slot
-from .threads.thread_team import barrier, run, team_address
+from .threads.thread_team import barrier, first_phase, run, team_address
 from .tiles.amx_tiles import COLUMNS, begin_products, end_products
 from .tiles.simd_vectors import add_norm, norm
 
@@ -63,7 +63,7 @@ _PASS = record_dtype(
 )
 _SHARE = record_dtype(
     """
-    thread num_threads first_head last_head part parts own_norms first_request first_row num_requests
+    thread num_threads phase first_head last_head part parts own_norms first_request first_row num_requests
     num_rows room first rows paths positions x normed qkv attended gated added taps scratch
     """
 )
@@ -294,17 +294,20 @@ def _decoder_pass(args, thread, num_threads):
 def _attention_part(p, s, layer, kv, eps, out_eps):
     """Project q, k, v; write K and V to pages; attend; x += [norm] o(attended)."""
     heads, dim, shared = p.num_heads + 2 * p.num_kv, p.head_dim, p.num_heads // p.num_kv
-    for kind in range(3):  # q, k, v
-        begin = dim * (0 if kind == 0 else p.num_heads + (kind - 1) * p.num_kv)
-        size = dim * (shared if kind == 0 else 1)
-        first = (begin + s.first_head * size) // COLUMNS + s.part
-        last = (begin + s.last_head * size) // COLUMNS
-        project(
-            s.normed, layer.qkv, layer.qkv_bias, 0, s.qkv, s.num_rows, s.room, p.hidden, heads * dim, PLAIN,
-            s.scratch, first, last, s.parts,
-        )  # fmt: skip
     if s.parts > 1:
-        barrier(p.team, s.num_threads)
+        s.phase = project_together(
+            p.team, s.thread, s.num_threads, s.phase, s.normed, layer.qkv, layer.qkv_bias, 0, s.qkv,
+            s.num_rows, s.room, p.hidden, heads * dim, PLAIN, s.scratch,
+        )  # fmt: skip
+    else:
+        for kind in range(3):  # q, k, v
+            begin = dim * (0 if kind == 0 else p.num_heads + (kind - 1) * p.num_kv)
+            size = dim * (shared if kind == 0 else 1)
+            project(
+                s.normed, layer.qkv, layer.qkv_bias, 0, s.qkv, s.num_rows, s.room, p.hidden, heads * dim,
+                PLAIN, s.scratch, 0, 0, (begin + s.first_head * size) // COLUMNS,
+                (begin + s.last_head * size) // COLUMNS, 1,
+            )  # fmt: skip
     positions_N = carray(pointer(s.positions, _INT64), (s.num_rows,))
     slots = carray(pointer(p.slots + 8 * layer.group, _INT64), (1,))[0] + 8 * s.first_row
     slots_N = carray(pointer(slots, _INT64), (s.num_rows,))
@@ -317,14 +320,14 @@ def _attention_part(p, s, layer, kv, eps, out_eps):
         k = q + 2 * p.num_heads * dim
         write_slot(kv, slots_N[n], k, k + 2 * p.num_kv * dim, s.first_head, s.last_head, p.num_kv, dim)
     if s.parts > 1:
-        barrier(p.team, s.num_threads)
+        s.phase = barrier(p.team, s.num_threads, s.phase)
     attend(
         s.qkv, s.attended, kv, s.first, s.rows, pages, s.num_requests, p.num_pages, p.page_size,
         p.num_heads, p.num_kv, dim, p.scale, layer.causal != 0, layer.window, s.paths, p.depth, s.scratch,
         s.first_head, s.last_head, s.part, s.parts,
     )  # fmt: skip
     begin_products(_ROOM)
-    barrier(p.team, s.num_threads)
+    s.phase = barrier(p.team, s.num_threads, s.phase)
     _add_product(
         p, s, s.attended, p.num_heads * dim, layer.o, layer.o_bias, layer.attention_out_norm, out_eps
     )
@@ -333,11 +336,10 @@ def _attention_part(p, s, layer, kv, eps, out_eps):
 @elements
 def _mlp_part(p, s, layer, out_eps):
     """x += [norm] down(activation(gate) * up) of the normed x."""
-    project(
-        s.normed, layer.gate_up, layer.gate_up_bias, 0, s.gated, s.num_rows, s.room, p.hidden, 2 * p.inner,
-        layer.activation, s.scratch, s.thread, 2 * p.inner // COLUMNS, s.num_threads,
+    s.phase = project_together(
+        p.team, s.thread, s.num_threads, s.phase, s.normed, layer.gate_up, layer.gate_up_bias, 0, s.gated,
+        s.num_rows, s.room, p.hidden, 2 * p.inner, layer.activation, s.scratch,
     )  # fmt: skip
-    barrier(p.team, s.num_threads)
     _add_product(p, s, s.gated, p.inner, layer.down, layer.down_bias, layer.mlp_out_norm, out_eps)
 
 
@@ -345,16 +347,15 @@ def _mlp_part(p, s, layer, out_eps):
 def _add_product(p, s, rows, inputs, weight, bias, out_norm, out_eps):
     """x += W rows + bias; or with the weights of a norm, x += its norm."""
     residual, target = (s.x, s.x) if out_norm == 0 else (0, s.added)
-    project(
-        rows, weight, bias, residual, target, s.num_rows, s.room, inputs, p.hidden, PLAIN, s.scratch,
-        s.thread, p.hidden // COLUMNS, s.num_threads,
+    s.phase = project_together(
+        p.team, s.thread, s.num_threads, s.phase, rows, weight, bias, residual, target, s.num_rows, s.room,
+        inputs, p.hidden, PLAIN, s.scratch,
     )  # fmt: skip
-    barrier(p.team, s.num_threads)
     if out_norm != 0:
         for n in range(s.thread, s.num_rows, s.num_threads):
             at = 2 * n * p.hidden
             add_norm(s.added + at, out_norm, s.x + at, p.hidden // 16, out_eps)
-        barrier(p.team, s.num_threads)
+        s.phase = barrier(p.team, s.num_threads, s.phase)
 
 
 @elements
@@ -364,7 +365,7 @@ def _norm_rows(p, s, weight, eps):
     for n in range(first, s.num_rows, step):
         norm(s.x + 2 * n * p.hidden, weight, s.normed + 2 * n * p.hidden, p.hidden // 16, eps)
     if not s.own_norms:
-        barrier(p.team, s.num_threads)
+        s.phase = barrier(p.team, s.num_threads, s.phase)
 
 
 @elements
@@ -381,6 +382,7 @@ def _take_share(p, s, thread, num_threads):
     rows_R = carray(pointer(p.rows, _INT64), (p.num_requests,))
     begin, end = _own_requests(rows_R, thread, num_threads)
     s.thread, s.num_threads = (0, 1) if end >= 0 else (thread, num_threads)
+    s.phase = first_phase(p.team)
     begin, end = (begin, end) if end >= 0 else (0, p.num_requests)
     row = rows_R[:begin].sum()
     s.num_requests, s.num_rows = end - begin, rows_R[begin:end].sum()

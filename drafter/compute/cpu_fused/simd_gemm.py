@@ -16,6 +16,7 @@ from ..cpu_numba.element_ops import elements, records
 from ..cpu_numba.llvm_intrinsics import call_task, stack_memory
 from .gemm_epilogues import finish_panel
 from .packed_weight import MOST_FORMS, WEIGHT, expand_panel, prepare_panels, take_codes
+from .threads.shared_items import claim, is_complete, publish, state_of
 from .tiles.amx_tiles import COLUMNS, SUMS_STRIDE
 from .tiles.code_tiles import MULTIPLY
 from .tiles.simd_tiles import (
@@ -50,8 +51,20 @@ def _rows_at_once(inputs):
     return max(_CACHE_BYTES // row_bytes // _EVEN_ROWS, 1) * _EVEN_ROWS
 
 
+@elements
+def fit_at_once(num_rows, inputs):
+    """Return whether a panel is finished before the next one is begun."""
+    return num_rows <= _rows_at_once(inputs)
+
+
+@elements
+def panels_per_turn(num_rows):
+    return panels_at_once(num_rows) if num_rows <= most_rows() else 1
+
+
 def project_rows(
-    x, weight, bias, residual, y, num_rows, room, inputs, outputs, ending, sums, first_panel, last_panel, step
+    x, weight, bias, residual, y, num_rows, room, inputs, outputs, ending, sums, states, phase,
+    first_panel, last_panel, step,
 ):  # fmt: skip
     """Compute some columns of a product; arguments: see `packed_gemm.project`."""
     arguments = _arguments_memory()
@@ -67,6 +80,9 @@ def project_rows(
         panel, form, begin, summed = first_panel, 0, 0, -1
         w = records(weight, MOST_FORMS, WEIGHT)[0]
         while panel < last_panel:
+            if is_complete(state_of(states, (panel - first_panel) // step), phase):
+                panel += step
+                continue
             while panel >= w.end:
                 form, begin = form + 1, w.end
                 w = records(weight, MOST_FORMS, WEIGHT)[form]
@@ -95,8 +111,11 @@ def project_rows(
                 else:
                     multiply_rows(arguments)
                 for j in range(panels):
-                    finish_panel(
-                        sums + j * rows * SUMS_STRIDE, start + first, start + last,
-                        (panel + j * step) * COLUMNS, outputs, ending, bias, residual, y,
-                    )  # fmt: skip
+                    state = state_of(states, (panel - first_panel) // step + j)
+                    if claim(state, phase, part):
+                        finish_panel(
+                            sums + j * rows * SUMS_STRIDE, start + first, start + last,
+                            (panel + j * step) * COLUMNS, outputs, ending, bias, residual, y,
+                        )  # fmt: skip
+                        publish(state, phase, part, parts)
             panel += panels * step

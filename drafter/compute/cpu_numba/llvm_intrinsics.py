@@ -16,6 +16,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.typing import signature
 from numba.extending import intrinsic
 
 BYTE, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -117,6 +118,8 @@ def _emit_pause(builder, args):
 
 # Spin-wait hint.
 pause = procedure(0, _emit_pause)
+# Lets another thread that waits for this core run.
+yield_core = types.ExternalFunction("sched_yield", signature(types.int32))
 
 
 def stack_memory(num_bytes: int) -> Any:
@@ -164,6 +167,18 @@ def write_shared(context, address, value):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def compare_and_swap(context, address, expected, value):
+    """Atomically replace a shared int64 if it is `expected`; return whether it was."""
+
+    def generate(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], INT64.as_pointer())
+        found = builder.cmpxchg(pointer, args[1], args[2], "seq_cst", "seq_cst")
+        return builder.extract_value(found, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), generate
 
 
 @intrinsic

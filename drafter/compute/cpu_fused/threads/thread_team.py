@@ -1,8 +1,9 @@
 """Threads that run one compiled task together: thread 0 is the caller, the others are workers.
 
 A *task* is compiled code, called as task(args, thread, num_threads) on every thread at once; `barrier`
-separates its phases. Idle workers spin for some tens of microseconds, because a step's passes follow each
-other closely, then sleep in the kernel (futex).
+separates its phases. Phases are numbered over all tasks of a team: a thread knows which one it is in, since
+others may have ended it without that thread (`shared_items.py`). Idle workers spin for some tens of
+microseconds, because a step's passes follow each other closely, then sleep in the kernel (futex).
 
     caller:  publish the task, then a new epoch, wake sleepers ─▶ run as thread 0 ─▶ wait until all are done
     workers: new epoch? ─▶ run as thread i ─▶ done + 1 ─▶ spin, then sleep
@@ -30,15 +31,26 @@ from numba import types
 from numba.core.typing import signature
 
 from ...cpu_numba.element_ops import elements
-from ...cpu_numba.llvm_intrinsics import call_task, fetch_add, pause, read_shared, write_shared
+from ...cpu_numba.llvm_intrinsics import (
+    call_task,
+    compare_and_swap,
+    fetch_add,
+    pause,
+    read_shared,
+    write_shared,
+    yield_core,
+)
 from ...cpu_numba.thread_clock import now_ns
+from .shared_items import NUM_STATE_LINES
 from .thread_team_size import LIMIT, NUM_SIZE_LINES, begin_sizes, judge, note_wait, size_now, try_out
 
 # Words are 64 bytes apart, each in its own cache line, to avoid false sharing.
-_EPOCH, _SLEEPERS, _DONE, _BUSY, _TASK, _ARGS, _ARRIVED, _PHASE, _CALL, _SIZES = (64 * i for i in range(10))
-_NUM_LINES = 9 + NUM_SIZE_LINES
+_EPOCH, _SLEEPERS, _DONE, _BUSY, _TASK, _ARGS, _FIRST, _ARRIVED, _CALL, _SIZES = (64 * i for i in range(10))
+_STATES = _SIZES + 64 * NUM_SIZE_LINES
+_NUM_LINES = 9 + NUM_SIZE_LINES + NUM_STATE_LINES
 _MAX_THREADS = 1024
 _LOOKS = 4000  # some 40 to 200 microseconds, depending on the CPU's pause
+_LOOKS_BEFORE_HELP = 100  # some microseconds
 _LOOKS_BEFORE_CLOCK, _LOOKS_BEFORE_YIELD = 250, 2000  # at a barrier; the awaited thread may need this core
 
 _FUTEX = 98 if platform.machine() == "aarch64" else 202  # Linux's system call number, the latter on x86-64
@@ -47,7 +59,6 @@ _int64 = types.int64
 _system_call = types.ExternalFunction(
     "syscall", signature(_int64, _int64, _int64, _int64, _int64, _int64, _int64, _int64)
 )
-_yield = types.ExternalFunction("sched_yield", signature(types.int32))
 
 
 class ThreadTeam:
@@ -122,6 +133,7 @@ def _run_together(team, task, args, size):
     write_shared(team + _TASK, task)
     write_shared(team + _ARGS, args)
     write_shared(team + _DONE, 0)
+    write_shared(team + _FIRST, read_shared(team + _ARRIVED) // _MAX_THREADS)
     _begin_epoch(team, size)
     call_task(task, args, 0, size)
     _wait_for(team, team + _DONE, size - 1)
@@ -155,29 +167,83 @@ def _sleep(word, value):
 
 
 @elements
-def barrier(team, num_threads):
-    """Wait until all threads of the task have arrived."""
+def first_phase(team):
+    """Return the number of a task's first phase."""
+    return read_shared(team + _FIRST)
+
+
+@elements
+def item_states(team):
+    """Return the address of the states of a phase's items (`shared_items.py`), MOST_ITEMS words."""
+    return team + _STATES
+
+
+@elements
+def barrier(team, num_threads, phase):
+    """Wait until all threads of the task have ended this phase; return the next one's number."""
     if num_threads == 1:
-        return
-    phase = read_shared(team + _PHASE)
-    if fetch_add(team + _ARRIVED, 1) == num_threads - 1:
-        write_shared(team + _ARRIVED, 0)
-        write_shared(team + _PHASE, phase + 1)
-        return
-    _wait_for(team, team + _PHASE, phase + 1)
+        return phase
+    arrive(team, num_threads, phase)
+    wait_for_end(team, phase)
+    return phase + 1
+
+
+@elements
+def arrive(team, num_threads, phase):
+    """Count this thread as one that has ended its part of the phase, unless the phase has ended without it.
+
+    The word is a phase's number and, in its low bits, how many threads have ended their parts of it.
+    """
+    seen = read_shared(team + _ARRIVED)
+    while seen // _MAX_THREADS == phase:
+        is_last = seen % _MAX_THREADS == num_threads - 1
+        following = (phase + 1) * _MAX_THREADS if is_last else seen + 1
+        if compare_and_swap(team + _ARRIVED, seen, following):
+            return
+        seen = read_shared(team + _ARRIVED)
+
+
+@elements
+def end_phase(team, phase):
+    """End a phase all of whose parts are done, whichever threads have arrived."""
+    seen = read_shared(team + _ARRIVED)
+    while seen // _MAX_THREADS == phase:
+        if compare_and_swap(team + _ARRIVED, seen, (phase + 1) * _MAX_THREADS):
+            return
+        seen = read_shared(team + _ARRIVED)
+
+
+@elements
+def ends_soon(team, phase):
+    """Return whether the phase ends while one would wait for threads that are not late."""
+    for _ in range(_LOOKS_BEFORE_HELP):
+        if has_ended(team, phase):
+            return True
+        pause()
+    return False
+
+
+@elements
+def has_ended(team, phase):
+    return read_shared(team + _ARRIVED) // _MAX_THREADS > phase
+
+
+@elements
+def wait_for_end(team, phase):
+    _wait_for(team, team + _ARRIVED, (phase + 1) * _MAX_THREADS)
 
 
 @elements
 def _wait_for(team, word, value):
-    """Spin until the word has this value; after a long wait yield the core, and record how long it took."""
+    """Spin until the word is at least this value; after a long wait yield the core, and record its length."""
     looks, begin_ns = 0, 0
-    while read_shared(word) != value:
+    while read_shared(word) < value:
         pause()
         looks += 1
         if looks == _LOOKS_BEFORE_CLOCK:
             begin_ns = now_ns()
         if looks >= _LOOKS_BEFORE_YIELD:
-            _yield()
+            yield_core()
     if looks >= _LOOKS_BEFORE_YIELD:
         note_wait(team + _SIZES, now_ns() - begin_ns)
 
