@@ -55,7 +55,7 @@ async def prepare_chat(
     ends_with_context: bool = False,
 ) -> GenerationTask:
     """Return the task of a conversation; see `prepare`."""
-    chat = prompt_of(server.chat, body, server.engine.tokenizer)
+    chat = await read_beside(http, prompt_of, server.chat, body, server.engine.tokenizer)
     prompt = await server.engine.encoder.prompt(
         chat, truncate=body.truncation(server.engine.info.max_model_len)
     )

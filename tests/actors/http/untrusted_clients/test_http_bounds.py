@@ -102,25 +102,29 @@ def test_a_long_body_is_validated_in_a_thread_and_in_slices(
     assert 1000 <= longest <= numbers.SLICE_VALUES
 
 
-def test_what_a_long_conversation_has_in_vain_is_found_in_a_thread(
+def test_a_long_conversation_is_read_in_threads(
     server: LiveServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = list[int | None]()
 
-    def recorded(call: Callable[..., list[str]]) -> Callable[..., list[str]]:
-        def recording(*arguments: Any) -> list[str]:
+    def recorded(call: Callable[..., Any]) -> Callable[..., Any]:
+        def recording(*arguments: Any) -> Any:
             threads.append(threading.get_ident())
             return call(*arguments)
 
         return recording
 
-    for module, name in ((generation, "_ignored_fields"), (routes, "unused_fields")):
+    for module, name in (
+        (generation, "_ignored_fields"),
+        (routes, "prompt_of"),
+        (routes, "unused_fields"),
+    ):
         monkeypatch.setattr(module, name, recorded(getattr(module, name)))
     for mood, is_aside in (("good", False), ("good" * numbers.SHORT_BODY_BYTES, True)):
         talk = [{"role": "user", "content": "x", "mood": mood}]
         answer = http.post(CHAT, json={"messages": talk, "max_tokens": 1})
         assert "mood" in answer.headers["x-ignored-params"], answer.text
-        assert len(threads) == 2 and (server._thread.ident not in threads) == is_aside
+        assert len(threads) == 3 and (server._thread.ident not in threads) == is_aside
         threads.clear()
 
 
