@@ -80,6 +80,8 @@ CASES = [
     *(pytest.param(settings, id=name) for name, settings in ALWAYS.items()),
     *(pytest.param(case, id=name, marks=pytest.mark.if_changed) for name, case in IF_CHANGED.items()),
 ]
+# Whose first prompts launch kernels that no step of a start does (docs/benchmarks/gpu.md).
+COMPILED_LATER = ("deepseek_v3", "qwen3_next")
 # Words of a report for each of `rehearse.faults` but the new kernel.
 FOUND = (
     "item makes the host wait",
@@ -128,7 +130,8 @@ def run(guard: Path, **settings: object) -> subprocess.CompletedProcess[str]:
 def test_captures_contain_nothing_that_they_forbid(settings: dict[str, Any], rehearse: Rehearse) -> None:
     found = rehearse(**settings)
     assert found["violations"] == {} and found["new_in_capture"] == {}
-    assert found["new_after_start"] == {}, "`manta compile` sees a start alone"
+    is_later = settings.get("model", {}).get("model_type") in COMPILED_LATER
+    assert bool(found["new_after_start"]) == is_later, "`manta compile` sees a start alone"
     assert len(found["graphs"]) > 10 and all(sum(graph.values()) > 3 for graph in found["graphs"])
     assert 0.98 < found["used_bytes"] / found["allowed_bytes"] <= 1
     assert (found["tier_hits"] > 0) == settings.get("tier", False)
@@ -153,7 +156,8 @@ def test_up_to_128_rows_a_step_has_the_launches_that_the_planner_charges(rehears
 
 @pytest.mark.if_changed
 def test_up_to_256_rows_no_weight_of_codes_is_dequantized(rehearse: Rehearse) -> None:
-    found = rehearse(engine={"max_num_seqs": 16, "quantization": "int4"})
+    engine = {"max_num_seqs": 16, "max_num_batched_tokens": 2**15, "quantization": "int4"}
+    found = rehearse(engine=engine)
     assert found["violations"] == {} and found["variants"]["_dequantize"] > 0, "to be measured"
     assert not any("_dequantize" in graph for graph in found["graphs"])
 
@@ -177,7 +181,8 @@ def test_ranks_meet_in_the_same_collectives(ranks: int, settings: dict[str, Any]
         (kind, when) for kind in ("all_reduce", "all_gather", "broadcast") for when in (False, True)
     }
     assert first["violations"] == last["violations"] == {}
-    assert first["variants"] == last["variants"], "`manta compile` starts the first rank alone"
+    if not settings:
+        assert first["variants"] == last["variants"], "`manta compile` starts the first rank alone"
 
 
 @pytest.mark.if_changed

@@ -233,8 +233,8 @@ def main(settings: dict[str, Any], tier: str) -> None:
     move_in_turn()
     if settings.get("library"):
         launch_both = MeasuredChoice._agree
-        MeasuredChoice._agree = lambda self, use, own, other: [
-            not choice for choice in launch_both(self, use, own, other)
+        MeasuredChoice._agree = lambda self, use, own, other, dtype: [
+            not choice for choice in launch_both(self, use, own, other, dtype)
         ]
     if settings.get("plant"):
         plant(faults())
