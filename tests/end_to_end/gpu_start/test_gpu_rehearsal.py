@@ -158,7 +158,7 @@ def test_up_to_128_rows_a_step_has_the_launches_that_the_planner_charges(rehears
 def test_up_to_256_rows_no_weight_of_codes_is_dequantized(rehearse: Rehearse) -> None:
     engine = {"max_num_seqs": 16, "max_num_batched_tokens": 2**15, "quantization": "int4"}
     found = rehearse(engine=engine)
-    assert found["violations"] == {} and found["variants"]["_dequantize"] > 0, "to be measured"
+    assert found["violations"] == {} and "_dequantize" in found["variants"], "to be measured"
     assert not any("_dequantize" in graph for graph in found["graphs"])
 
 
