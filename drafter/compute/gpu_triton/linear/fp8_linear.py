@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ...checkpoint.packed_codes import PackedCodes
 from .gemm_tiles import ProductWorkspace
-from .packed_codes import DequantizingLinear
-from .projections import ChosenProjection, GemmChoice, LayerProjection, OwnProjection, TorchProjection
+from .projections import GemmChoice, LayerProjection, OwnProjection, own_or_dequantized
 
 CODES = torch.float8_e4m3fn
 
@@ -60,6 +59,4 @@ def quantised_projection(
     """Return a projection with quantized weights; with `one_tile` always `skinny_gemm.py`."""
     codes, scale_O = weight.codes_PLRK, weight.scale_O
     own = OwnProjection(codes, bias_O, workspace, scale_O=scale_O, one_tile=one_tile)
-    if one_tile:
-        return own
-    return ChosenProjection(own, TorchProjection(DequantizingLinear(weight.packed(), bias_O)), choice)
+    return own if one_tile else own_or_dequantized(own, weight.packed(), bias_O, choice)

@@ -243,6 +243,11 @@ def packed_projection(
 ) -> LayerProjection:
     """Return a projection with a weight of codes; with `one_tile` always Manta's kernel."""
     own = OwnProjection(codes.codes[None, None], bias_O, workspace, packed=codes, one_tile=one_tile)
-    if one_tile:
-        return own
+    return own if one_tile else own_or_dequantized(own, codes, bias_O, choice)
+
+
+def own_or_dequantized(
+    own: OwnProjection, codes: PackedCodes, bias_O: Tensor | None, choice: GemmChoice
+) -> ChosenProjection:
+    """Return Manta's product of a weight, or PyTorch's of the weight that its codes are dequantized to."""
     return ChosenProjection(own, TorchProjection(DequantizingLinear(codes, bias_O)), choice)
