@@ -27,7 +27,7 @@ MOST_ITEMS = 2**14
 _WORD = 8
 _LINE_WORDS = 8  # a thread's states have cache lines of their own
 _PARTS = 2**16  # more than twice an item's parts
-_LOOKS_BEFORE_YIELD = 2000  # the awaited thread may need this core
+LOOKS_BEFORE_YIELD = 2000  # the awaited thread may need this core
 NUM_STATE_LINES = MOST_ITEMS // _LINE_WORDS
 
 
@@ -70,7 +70,7 @@ def claim(state, phase, part):
         if may_claim and compare_and_swap(state, seen, before + 1):
             return True
         looks += 1
-        if looks < _LOOKS_BEFORE_YIELD:
+        if looks < LOOKS_BEFORE_YIELD:
             pause()
         else:
             yield_core()

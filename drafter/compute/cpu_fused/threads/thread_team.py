@@ -41,7 +41,7 @@ from ...cpu_numba.llvm_intrinsics import (
     yield_core,
 )
 from ...cpu_numba.thread_clock import now_ns
-from .shared_items import NUM_STATE_LINES
+from .shared_items import LOOKS_BEFORE_YIELD, NUM_STATE_LINES
 from .thread_team_size import LIMIT, NUM_SIZE_LINES, begin_sizes, judge, note_wait, size_now, try_out
 
 # Words are 64 bytes apart, each in its own cache line, to avoid false sharing.
@@ -51,7 +51,7 @@ _NUM_LINES = 9 + NUM_SIZE_LINES + NUM_STATE_LINES
 _MAX_THREADS = 1024
 _LOOKS = 4000  # some 40 to 200 microseconds, depending on the CPU's pause
 _LOOKS_BEFORE_HELP = 100  # some microseconds
-_LOOKS_BEFORE_CLOCK, _LOOKS_BEFORE_YIELD = 250, 2000  # at a barrier; the awaited thread may need this core
+_LOOKS_BEFORE_CLOCK = 250  # at a barrier
 
 _FUTEX = 98 if platform.machine() == "aarch64" else 202  # Linux's system call number, the latter on x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129  # private to the process
@@ -242,9 +242,9 @@ def _wait_for(team, word, value):
         looks += 1
         if looks == _LOOKS_BEFORE_CLOCK:
             begin_ns = now_ns()
-        if looks >= _LOOKS_BEFORE_YIELD:
+        if looks >= LOOKS_BEFORE_YIELD:
             yield_core()
-    if looks >= _LOOKS_BEFORE_YIELD:
+    if looks >= LOOKS_BEFORE_YIELD:
         note_wait(team + _SIZES, now_ns() - begin_ns)
 
 
