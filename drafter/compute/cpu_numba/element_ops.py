@@ -22,6 +22,7 @@ import torch
 from numba import carray, njit, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile, NullCache
 from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic, overload
 
 from .cpu_features import bf16_instructions, mask_numba
@@ -106,9 +107,11 @@ class Task:
 
     @cached_property
     def address(self) -> int:
-        if self._code.address is None:
-            self._code.compile()
-        return self._code.address
+        # A second compilation would free the first one's code, which another thread may run already.
+        with global_compiler_lock:
+            if self._code.address is None:
+                self._code.compile()
+            return self._code.address
 
 
 exact = _loop(set())  # no reordering or fusion: each operation is rounded as written

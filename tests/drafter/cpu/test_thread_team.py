@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
 
 import numpy as np
 import pytest
+from manta.drafter.compute.cpu_fused.threads import thread_team
 from manta.drafter.compute.cpu_fused.threads import thread_team_size as words
 from manta.drafter.compute.cpu_numba.cpu_features import bf16_instructions
 
@@ -139,6 +144,21 @@ run_until(1, note_long_wait)
 run_until(2, pass_trial)
 assert all(layer(x).equal(expected) for _ in range(200))
 """
+
+
+def test_threads_that_ask_for_the_first_time_at_once_get_one_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+
+    class Team:
+        def __init__(self) -> None:
+            # passed if the other thread makes a team, too
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.2)
+
+    monkeypatch.setattr(thread_team, "_team", cache(Team))
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (pool.submit(thread_team.process_team) for _ in range(2))
+        assert first.result() is second.result()
 
 
 def test_two_threads_on_one_core_become_one_and_two_again_with_equal_bits():

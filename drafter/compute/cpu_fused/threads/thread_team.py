@@ -88,11 +88,10 @@ class ThreadTeam:
         return self.address
 
 
-@cache
 def process_team() -> ThreadTeam:
     """Return the process's team. All models share it, because they share the cores."""
-    _reset_in_children()
-    return ThreadTeam()
+    with _MAKING:
+        return _team()
 
 
 @cache
@@ -102,10 +101,22 @@ def team_address(num_threads: int) -> int:
 
 
 @cache
-def _reset_in_children() -> None:
-    """Drop the team in forked children, which have none of its threads."""
-    for cached in (process_team, team_address):
-        os.register_at_fork(after_in_child=cached.cache_clear)
+def _team() -> ThreadTeam:
+    return ThreadTeam()
+
+
+# Of two teams made at once one would be dropped, and its memory freed under its threads.
+_MAKING = threading.Lock()
+
+
+def _forget_team() -> None:
+    """Drop the team in a forked child, which has none of its threads."""
+    _team.cache_clear()
+    team_address.cache_clear()
+    _MAKING.release()
+
+
+os.register_at_fork(before=_MAKING.acquire, after_in_parent=_MAKING.release, after_in_child=_forget_team)
 
 
 @elements
