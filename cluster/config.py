@@ -282,11 +282,11 @@ class EngineConfig:
         quantization: quantizes the target's weights at load, or names the format in which its checkpoint is
             stored; outputs are the quantized target's, with and without drafts. "fp8", on GPUs: e4m3 with a
             scale per row, half of the bytes of bf16. "int8" and "int4", on GPUs, and on CPUs in bfloat16:
-            integers with a scale per 32 inputs, 8.25 and 4.5 bits per weight; not for checkpoints that are
-            quantized already. Embedding, routers, experts and, but for integers on CPUs (8 bits), the head
-            are not quantized. The name of a published format (awq, gptq, compressed-tensors, modelopt, fp8,
-            ...) needs a checkpoint that is stored so, and changes nothing: how it is stored is read from the
-            checkpoint.
+            integers with a scale per 32 inputs, 8.25 and 4.5 bits per weight (int4 on CPUs with an offset,
+            too: 5); not for checkpoints that are quantized already. Embedding, routers, experts and, but for
+            integers on CPUs (8 bits), the head are not quantized. The name of a published format (awq, gptq,
+            compressed-tensors, modelopt, fp8, ...) needs a checkpoint that is stored so, and changes nothing:
+            how it is stored is read from the checkpoint.
         kv_cache_dtype: data type of stored K/V, of the drafter's as well: "auto" is `dtype`; "fp8" (or
             "fp8_e4m3") rounds them to e4m3, by the scales of the target's checkpoint if it has any: the same
             memory holds twice the tokens and attention reads half the bytes. Outputs are those of the target

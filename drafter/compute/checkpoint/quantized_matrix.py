@@ -43,6 +43,8 @@ GRID = _POSITIVE + tuple(-value for value in _POSITIVE)  # e2m1's values by code
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-100, 2.0**100
 _MAX_VALUES = 2**22  # converted at once, to stay in a core's cache
 _SIGNIFICANT = 32.0  # 2^5: an int4 code times a scale of 5 bits is exact in bf16
+_MOST_UINT4 = 15
+_FITS = 2  # of scales and offsets; a third lowers the error by 1 %
 _BITS_OF_2_TO_MINUS_127 = 1 << 22  # a subnormal float
 _FIRST_EXPONENT = 127  # bias of a scale that is stored as an exponent of 2 (E8M0)
 
@@ -275,20 +277,22 @@ def _tensors(matrix: QuantizedMatrix) -> list[Tensor]:
     return found
 
 
-def quantize(weight_OI: Tensor, kind: QuantizedAtLoad) -> QuantizedMatrix:
-    """Quantize a matrix to values that are exact in bf16, with a scale per 32 inputs of a row.
+def quantize(weight_OI: Tensor, code: Literal["int8", "int4", "uint4"]) -> QuantizedMatrix:
+    """Quantize a matrix in groups of 32 inputs of a row, by its weights alone.
 
     int8 has powers of two as scales (as MXINT8 of OCP's MX specification v1.0): 8.25 bits per weight. int4
     has scales of five significant bits in bf16, with the largest weight of a group near code 0 and the scale
-    among three that has the smallest squared error: 4.5 bits.
+    among three that has the smallest squared error: 4.5 bits. Values of both are exact in bf16. uint4 has a
+    scale and an offset in fp16, as GGUF's Q4_1: 5 bits, and 0.87 times the error of int4.
     """
-    of_kind = _quantize_int8 if kind == "int8" else _quantize_int4
+    of_code = {"int8": _quantize_int8, "int4": _quantize_int4, "uint4": _quantize_uint4}[code]
     step = max(_MAX_VALUES // weight_OI.shape[1], 1)
     parts = [
-        of_kind(weight_OI[i : i + step].float().unflatten(1, (-1, GROUP)))
+        of_code(weight_OI[i : i + step].float().unflatten(1, (-1, GROUP)))
         for i in range(0, len(weight_OI), step)
     ]
-    return QuantizedMatrix(kind, *(torch.cat(of_part) for of_part in zip(*parts, strict=True)))
+    codes_OI, scales_OG, *offsets = (torch.cat(of_part) for of_part in zip(*parts, strict=True))
+    return QuantizedMatrix(code, codes_OI, scales_OG, None, *offsets)
 
 
 def _quantize_int8(weight_OGC: Tensor) -> tuple[Tensor, Tensor]:
@@ -317,3 +321,27 @@ def _quantize_int4(weight_OGC: Tensor) -> tuple[Tensor, Tensor]:
         best_OG1 = torch.where(better_OG1, scales_OG1, best_OG1)
         errors_OG1 = torch.where(better_OG1, found_errors_OG1, errors_OG1)
     return (codes_OGC + ZERO).to(torch.uint8).flatten(1), best_OG1.squeeze(2).bfloat16()
+
+
+def _quantize_uint4(weight_OGC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, scales and offsets: in turns the nearest codes, and the least squares for them."""
+    least_OG1, most_OG1 = weight_OGC.amin(2, keepdim=True), weight_OGC.amax(2, keepdim=True)
+    mean_OG1 = weight_OGC.mean(2, keepdim=True)
+    scales_OG1, offsets_OG1 = (most_OG1 - least_OG1) / _MOST_UINT4, least_OG1
+    for _ in range(_FITS):
+        codes_OGC = _nearest(weight_OGC, scales_OG1, offsets_OG1)
+        codes_mean_OG1 = codes_OGC.mean(2, keepdim=True)
+        spread_OG1 = (codes_OGC - codes_mean_OG1).square_().sum(2, keepdim=True)
+        slope_OG1 = (codes_OGC * (weight_OGC - mean_OG1)).sum(2, keepdim=True) / spread_OG1
+        # equal weights have no slope
+        scales_OG1 = torch.where(spread_OG1 > 0, slope_OG1, scales_OG1)
+        offsets_OG1 = mean_OG1 - scales_OG1 * codes_mean_OG1
+    most = torch.finfo(torch.float16).max
+    scales_OG1, offsets_OG1 = scales_OG1.clamp(max=most).half(), offsets_OG1.clamp(-most, most).half()
+    codes_OGC = _nearest(weight_OGC, scales_OG1.float(), offsets_OG1.float())
+    return codes_OGC.to(torch.uint8).flatten(1), scales_OG1.squeeze(2), offsets_OG1.squeeze(2)
+
+
+def _nearest(weight_OGC: Tensor, scales_OG1: Tensor, offsets_OG1: Tensor) -> Tensor:
+    shifted_OGC = weight_OGC - offsets_OG1
+    return shifted_OGC.div_(scales_OG1.clamp(min=_SMALLEST_SCALE)).round_().clamp_(0, _MOST_UINT4)

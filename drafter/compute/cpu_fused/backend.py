@@ -120,7 +120,10 @@ class PackedCpuBackend(NumbaBackend):
     ) -> Projection:
         if weight_OH.dtype is not torch.bfloat16 or not can_pack(weight_OH.shape[1]):
             return Linear(weight_OH, bias_O)
-        return self._packed(quantize(weight_OH, quantization) if quantization else weight_OH, bias_O)
+        if quantization is None:
+            return self._packed(weight_OH, bias_O)
+        # CPUs can add offsets, GPUs' kernels cannot
+        return self._packed(quantize(weight_OH, "uint4" if quantization == "int4" else "int8"), bias_O)
 
     def _packed(self, weight_OH: Matrix | JoinedRows, bias_O: Tensor | None) -> PackedLinear:
         linear = PackedLinear(weight_OH, bias_O, self._num_threads)

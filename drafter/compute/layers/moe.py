@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.packed_codes import PackedCodes, stack
-from ..checkpoint.quantized_matrix import GROUP, Matrix, QuantizedAtLoad, quantize
+from ..checkpoint.quantized_matrix import GROUP, Matrix, quantize
 from .linear import RMSNorm
 
 # Only experts have `swiglu_clamped` (gpt-oss): (v + 1) g sigmoid(1.702 g), v = clamp(up, -limit, limit), g =
@@ -104,13 +104,13 @@ class ExpertWeights:
         """Return a copy with dequantized weights, for backends that take no codes."""
         return self._map(lambda weight: weight if isinstance(weight, Tensor) else weight.dequantized(dtype))
 
-    def quantized(self, kind: QuantizedAtLoad) -> ExpertWeights:
+    def quantized(self, code: Literal["int8", "int4", "uint4"]) -> ExpertWeights:
         """Return a copy with weights that are plain, and have whole groups of inputs, as integers."""
 
         def of_kind(weight: Tensor | PackedCodes) -> Tensor | PackedCodes:
             if not isinstance(weight, Tensor) or weight.shape[2] % GROUP:
                 return weight
-            codes = stack((quantize(weight_OI, kind) for weight_OI in weight), len(weight))
+            codes = stack((quantize(weight_OI, code) for weight_OI in weight), len(weight))
             assert codes is not None, "all are quantized alike"
             return codes
 

@@ -217,6 +217,15 @@ def test_two_ranks_with_packed_weights_speculate_without_changing_a_token(
     assert generate(True) == generate(False)
 
 
+@pytest.mark.parametrize(("kind", "is_doubted"), [("int8", False), ("int4", True)])
+def test_a_start_says_what_few_bits_at_load_cost(
+    kind: str, is_doubted: bool, saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_runner(settings(saved, **BF16, quantization=kind))
+    assert f"The target is quantized ({kind}): outputs differ" in caplog.text
+    assert ("perplexity may rise by a tenth" in caplog.text) == is_doubted
+
+
 def test_quantizing_what_is_quantized_is_refused(saved: Path, tmp_path: Path) -> None:
     quantized, _ = publish(saved, tmp_path, "ct_w4a16")
     with pytest.raises(ConfigError, match=r"='int8': .* quantized already .*Leave it out") as caught:

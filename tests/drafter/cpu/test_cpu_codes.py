@@ -7,6 +7,8 @@ Legend: O outputs, I inputs.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from manta.drafter.compute.checkpoint.packed_codes import PackedCodes, stack
@@ -104,8 +106,10 @@ def test_experts_are_close_to_dequantized_ones_and_do_not_depend_on_the_number_o
     assert (backend.num_expert_codes, backend.num_expert_plain) == (2, 2)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_experts_are_quantized_at_load_and_routers_are_not(kind: QuantizedAtLoad) -> None:
+@pytest.mark.parametrize(("kind", "code", "bits"), [("int8", "int8", 8.25), ("int4", "uint4", 5)])
+def test_experts_are_quantized_at_load_and_routers_are_not(
+    kind: QuantizedAtLoad, code: Literal["int8", "uint4"], bits: float
+) -> None:
     plain = ExpertWeights(
         gate_up=0.05 * torch.randn(3, 128, 64).bfloat16(), down=0.05 * torch.randn(3, 64, 64).bfloat16()
     )
@@ -113,8 +117,8 @@ def test_experts_are_quantized_at_load_and_routers_are_not(kind: QuantizedAtLoad
     x, ids = torch.randn(4, 64).bfloat16(), torch.tensor([[0, 2], [1, 0], [2, 1], [1, 2]], dtype=torch.int32)
     shares = torch.rand(4, 2)
     found = backend.experts(plain)(x, ids, shares)
-    assert backend.weight_bytes == 3 * 3 * 64 * 64 * {"int8": 8.25, "int4": 4.5}[kind] / 8
-    assert found.equal(FusedCpuBackend(1).experts(plain.quantized(kind))(x, ids, shares))
+    assert backend.weight_bytes == 3 * 3 * 64 * 64 * bits / 8
+    assert found.equal(FusedCpuBackend(1).experts(plain.quantized(code))(x, ids, shares))
     router = RouterWeights(
         rule=MoeRouter(num_experts=3, top_k=2, score="softmax"), weight_EH=torch.randn(3, 64).bfloat16()
     )
@@ -134,6 +138,28 @@ def test_quantizing_is_close_and_exact_in_bf16(kind, most: float) -> None:
     error = (exact - weight)[usual].norm() / weight[usual].norm()
     assert 0.3 * most < error < most
     assert exact[3].count_nonzero() == 0 and exact[6, 7] == 4.0
+
+
+def test_a_scale_and_an_offset_are_the_least_squares_of_their_codes() -> None:
+    weight = random(64, 512)
+    matrix = quantize(weight, "uint4")
+    found, int4 = (quantize(weight, code).dequantized(torch.float32) for code in ("uint4", "int4"))
+    assert (found - weight).norm() < 0.88 * (int4 - weight).norm()
+    codes, given = (each.reshape(-1, 32, 1) for each in (matrix.codes_OI.float(), weight))
+    inputs = torch.cat((codes, torch.ones_like(codes)), 2)
+    least = (inputs @ torch.linalg.lstsq(inputs, given).solution - given).norm()
+    assert least <= (found - weight).norm() < 1.01 * least
+
+
+def test_weights_on_a_grid_of_sixteen_values_are_kept_by_a_scale_and_an_offset() -> None:
+    weight = torch.zeros(5, 64)
+    weight[1, :32], weight[2] = 1e-35, 4.0
+    weight[3] = (torch.arange(64) * 7 % 16) * 0.0625 - 0.375
+    weight[4, 7] = 1e6  # beyond fp16
+    matrix = quantize(weight, "uint4")
+    found = matrix.dequantized(torch.float32)
+    assert matrix.can_stay_packed() and found[4].isfinite().all()
+    assert found[[0, 2, 3]].equal(weight[[0, 2, 3]]) and not found[1].any()
 
 
 @pytest.mark.parametrize("name", MATRICES)
@@ -190,7 +216,7 @@ def test_values_that_compiled_products_would_change_are_not_packed(matrix: Quant
 def test_the_head_keeps_eight_bits_and_other_weights_have_as_many_as_asked_for() -> None:
     backend = FusedCpuBackend(1, "int4")
     weight = random(64, 128).bfloat16()
-    assert backend.linear(weight).weight.num_bytes == 64 * 128 * 4.5 / 8  # type: ignore[attr-defined]
+    assert backend.linear(weight).weight.num_bytes == 64 * 128 * 5 / 8  # type: ignore[attr-defined]
     assert backend.head(weight).weight.num_bytes == 64 * 128 * 8.25 / 8  # type: ignore[attr-defined]
     assert backend.quantizing(None).linear(weight).weight.num_bytes == pack(weight).num_bytes  # type: ignore[attr-defined]
-    assert backend.weight_bytes == 64 * 128 * 12.75 / 8
+    assert backend.weight_bytes == 64 * 128 * 13.25 / 8
