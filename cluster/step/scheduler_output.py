@@ -348,11 +348,7 @@ class StepResult:
     is_pass_skipped: bool = False
 
     def branches(self, slots_R: IntArray, remaining: slice | BoolArray) -> dict[int, tuple[int, ...]]:
-        """Return the ranks of accepted drafts by slot, of the requests for which one is not 0.
-
-        Args:
-            slots_R: of the requests of the plan that are `remaining`.
-        """
+        """Return the ranks of accepted drafts by slot, of the remaining requests for which one is not 0."""
         if self.trees is None:
             return {}
         ranks_RW = self.trees.ranks_RW[remaining]

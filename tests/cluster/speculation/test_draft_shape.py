@@ -46,7 +46,8 @@ def test_trials_plain_steps_and_chosen_chains_are_not_shaped(changes: dict[str, 
 
 def test_chains_are_judged_by_main_paths_and_growing_takes_the_time_that_a_result_has() -> None:
     numbers, none = np.array([3, 4, 5], np.int32), np.zeros(3, np.int32)
-    outcome = TreeOutcome(numbers, numbers - 2, none[:, None], none, none, none, none)
+    chances = np.zeros(3, np.float32)
+    outcome = TreeOutcome(numbers, numbers - 2, none[:, None], chances, chances, none, none)
     plan = dummy_step([8] * 3, [8] * 3, [7] * 3)
     chains = StepResult(plan.step, none[:, None], none)
     trees = replace(chains, trees=outcome, tree_gain=TreeGain(1.0, 0.25))
