@@ -124,6 +124,10 @@ class SpeculativeConfig:
                 param="speculative_config.tree_size",
             )
 
+    def longest_path(self, num_drafts: int) -> int:
+        """Return so many drafts, or as many as a tree has nodes if these are fewer."""
+        return num_drafts if self.tree_size is None else min(num_drafts, self.tree_size)
+
     @property
     def has_model(self) -> bool:
         """Whether the method drafts with a model of its own."""

@@ -182,6 +182,10 @@ class StepTimes:
         sent_s = link.send_s(rows * self._hidden * size) + link.send_s(nodes * TREE_NODE_BYTES)
         return DeviceTime(link=sent_s)
 
+    def shaping(self) -> DeviceTime:
+        """Return the additional time of a step in which drafts branch."""
+        return DeviceTime(launches=LAUNCH_S * LAUNCHES_OF_TREES)
+
     def round(
         self,
         batch: int,
@@ -194,7 +198,7 @@ class StepTimes:
 
         Args:
             rows: verified rows of a request.
-            block_rows: rows of its block, if they are those of a tree.
+            block_rows: rows of its block, if its drafts branch.
         """
         verify, draft, sent = self._parts(batch, rows, context, chunk, block_rows)
         total = verify + draft + sent
@@ -214,7 +218,7 @@ class StepTimes:
         verify, nodes = self.verify(batch, rows, context, chunk), 0.0
         drafted = kept = rows
         if block_rows is not None and rows > 1:
-            verify += DeviceTime(launches=LAUNCH_S * LAUNCHES_OF_TREES)
+            verify += self.shaping()
             # At most the rows of a path are kept.
             drafted, kept, nodes = block_rows, min(rows, block_rows), batch * (rows - 1)
         tokens = (batch * kept if rows > 1 else 0) + chunk.rows

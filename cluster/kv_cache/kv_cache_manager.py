@@ -338,9 +338,9 @@ class KVCacheManager:
         seen = group.first_page(int(table.min_computed(np.array([slot]))[0]), self.page_size)
         assert first <= seen, "a page was given back that a row still sees"
         assert end >= pages_for(num_computed, self.page_size) and len(set(pages)) == len(pages) == end - first
-        # Rows of a draft tree may go beyond the last token: see `Scheduler._limits`.
-        has_trees = self._config.tree_size is not None
-        longest = self._config.max_length if has_trees else int(table.max_length_S[slot])
+        # Rows of drafts that branch may go beyond the last token: see `DraftShape.limit`.
+        branches = self._config.draft_shape.branches
+        longest = self._config.max_length if branches else int(table.max_length_S[slot])
         assert len(pages) <= group.most_pages(longest, self.page_size, self._config.max_rows), (
             "too many pages"
         )

@@ -204,9 +204,8 @@ class Scheduler:
         table = self.table
         # A step with k drafts yields up to k + 1 tokens.
         remaining_R = table.max_length_S[slots_R] - num_tokens_R - 1
-        if self.config.tree_size is not None:  # of a tree's nodes few become tokens, but all need a K/V slot
-            most_R = self.config.max_length - num_tokens_R - 1
-            remaining_R = np.minimum(remaining_R * self.config.tree_width, most_R)
+        if (shape := self.config.draft_shape).width > 1:
+            remaining_R = shape.limit(remaining_R, self.config.max_length - num_tokens_R - 1)
         drafts_R = np.minimum(table.max_drafts_S[slots_R], remaining_R)
         if self.kv_cache_manager.has_windows:
             # A window's pages are kept until drafts in flight are verified, which allows for the rows of one

@@ -14,19 +14,11 @@ import numpy as np
 from ..request.request import Request
 from ..speculation.acceptance_model import NUM_BLOCKS, UPDATE_STEPS, AcceptanceModel
 from ..speculation.draft_length_policy import DecodeBatch, DraftChoice, DraftLengthPolicy
+from ..speculation.draft_shaper import DraftShaper
 from ..speculation.draft_trimming import BETTER, TRIM_S
 from ..speculation.step_cost_model import StepCostModel, StepLoad
-from ..speculation.tree_policy import BranchModel
 from ..step.limits import SchedulerConfig
-from ..step.scheduler_output import (
-    BoolArray,
-    FloatArray,
-    IntArray,
-    SchedulerOutput,
-    StepResult,
-    TreeShape,
-    Trim,
-)
+from ..step.scheduler_output import BoolArray, FloatArray, IntArray, SchedulerOutput, StepResult
 from ..step.step_outcome import StepOutcome
 from .background_budget import BackgroundBudget, BackgroundWork
 from .batch_halves import BatchMode, TwoBatchOverlap
@@ -67,9 +59,8 @@ class StepController:
 
     def __init__(self, config: SchedulerConfig) -> None:
         maximum = self._max_drafts = config.num_speculative_tokens
-        self._tree_size = config.tree_size
-        self._branches = BranchModel(config.tree_width)
-        self._config = config
+        self._config, self._branches = config, config.draft_shape.branches
+        self._shaper = DraftShaper(config.draft_shape, maximum)
         # The last ones of online and of background requests.
         self._choices = [DraftChoice(np.zeros(0, np.int32), maximum)] * 2
         self._loads = [StepLoad(1, 0, 0.0)] * 2
@@ -78,9 +69,9 @@ class StepController:
         self._costs = StepCostModel(config.row_buckets)
         self._policy: DraftLengthPolicy | None = None
         self.acceptance: AcceptanceModel | None = None
-        # Predicts for adaptive drafts or for trees.
+        # Predicts for adaptive drafts, or for those that branch.
         self._predictor: AcceptanceModel | None = None
-        if maximum > 0 and (config.adaptive_drafts or config.tree_size is not None):
+        if maximum > 0 and (config.adaptive_drafts or self._branches):
             self._predictor = AcceptanceModel(maximum, config.num_slots)
         if config.adaptive_drafts:
             self.acceptance = self._predictor
@@ -97,7 +88,7 @@ class StepController:
                 self._config.max_rows,
                 self.acceptance,
                 self._costs,
-                has_trees=self._tree_size is not None,
+                branches=self._branches,
             )
         self._num_completed = 0
         self._num_unlearned = 0  # steps since the last one learned from
@@ -154,7 +145,7 @@ class StepController:
             self._policy.on_drafter_replaced()
 
     def _forget_drafter(self) -> None:
-        self._branches.reset()
+        self._shaper.reset()
         if self._predictor is not None:
             self._predictor.reset()
 
@@ -186,19 +177,12 @@ class StepController:
         else:
             batch = DecodeBatch(slots_R, chain_limits_R, self._weights.of(slots_R, now_s))
             choice = self._policy.choose(batch, load._replace(is_half=is_half))
-        choice = self._with_trees(choice, limits_R)
+        if self._branches:
+            choice = self._shaper.shape(choice, limits_R)
         if len(slots_R):
             self._loads[background] = load
         self._choices[background] = choice
         return choice.num_drafts_R
-
-    def _with_trees(self, choice: DraftChoice, limits_R: IntArray) -> DraftChoice:
-        """Return the choice with trees, as full as its chains would be; trials keep chains."""
-        if self._tree_size is None or choice.is_trial or not choice.length or not choice.is_tree:
-            return choice
-        nodes_R = -(-choice.num_drafts_R * max(self._tree_size, self._max_drafts) // self._max_drafts)
-        tree = self._branches.shape(choice.length)
-        return choice._replace(num_drafts_R=np.minimum(limits_R, nodes_R), tree=tree)
 
     def last_choice(self, *, background: bool = False) -> DraftChoice:
         return self._choices[background]
@@ -230,14 +214,14 @@ class StepController:
         is_half: bool,
         drafter_ready: bool,
     ) -> ScheduledStep:
-        """Add trees and trimming to a plan; `num_running` requests of its first kind are running."""
+        """Add shape and trimming to a plan; `num_running` requests of its first kind are running."""
         mode = None if self._two_batches is None else self._two_batches.plan(num_running, is_half=is_half)
         choice = self._choices[not num_online]
         load, weights_R = _load_of(plan, context, is_half), self._weights.of(plan.slots, now_s)
         if load.prompt_rows:
             weights_R = weights_R * plan.samples
-        if choice.tree is not None and self._predictor is not None:
-            plan = _with_tree(plan, choice.tree, self._predictor, weights_R)
+        if choice.shape is not None and self._predictor is not None:
+            plan = self._shaper.plan(plan, choice, self._predictor, weights_R)
         if self._policy and (trim := self._policy.trim(choice, plan, load, weights_R)) is not None:
             plan = replace(plan, trim=trim)
         remaining_R = np.ones(plan.num_requests, dtype=np.bool_)
@@ -262,10 +246,10 @@ class StepController:
         self._weights.count_tokens(outcome.slots, outcome.num_out, now_s)
         if step.undrafted is not None:
             self.undrafted_s[step.undrafted] = self.undrafted_s.get(step.undrafted, 0.0) + elapsed_s
-        if step.plan.tree is not None and result.trees is not None:
-            self._branches.observe(step.plan.tree, result.trees)
-        if self._policy is not None and result.tree_gain is not None:
-            self._policy.observe_trees(step.choice, step.load, result.tree_gain)
+        if step.choice.shape is not None:
+            self._shaper.observe(step.plan, result)
+            if self._policy is not None:
+                self._policy.observe_shaped(step.choice, step.load, result)
         seconds = result.timings.total_s
         # The host's time between a step's parts is a part of it, except a review's and an idle engine's.
         if 0.0 < elapsed_s - seconds <= _MAX_HOST_SHARE * seconds:
@@ -296,11 +280,10 @@ class StepController:
             draft_s += result.timings.inject_s
         num_verified, num_drafting = _num_verified(plan, result), int(np.count_nonzero(plan.num_drafts))
         draft_rows = 0 if result.is_pass_skipped else int(plan.block_drafts.sum()) + num_drafting
-        shape_s = 0.0  # of choosing which drafts to verify, which plain steps do not have
-        if result.tree_gain is not None:
-            shape_s = result.tree_gain.grow_s
-        elif plan.is_trimmed_by_host:
-            shape_s = TRIM_S
+        # Seconds of choosing which drafts to verify, which plain steps do not have.
+        shape_s = TRIM_S if plan.is_trimmed_by_host else 0.0
+        if step.choice.shape is not None:
+            shape_s = self._shaper.grow_s(result)
         self._costs.observe(
             *(step.load, num_verified, draft_rows, draft_s, seconds - draft_s - shape_s, num_drafting),
             is_change=step.choice.is_change,
@@ -325,9 +308,9 @@ class StepController:
         if margins_RK is not None:
             margins_RK = margins_RK[step.remaining_R][drafting]
         num_drafts_R, num_accepted_R = outcome.num_drafts, outcome.num_accepted
-        if (trees := result.trees) is not None:  # what a chain would have shown
-            num_drafts_R = trees.num_main_drafts_R[step.remaining_R]
-            num_accepted_R = np.minimum(num_accepted_R, trees.num_main_accepted_R[step.remaining_R])
+        if step.choice.shape is not None:
+            counts = num_drafts_R, num_accepted_R
+            num_drafts_R, num_accepted_R = self._shaper.main_path(result, step.remaining_R, *counts)
         self._predictor.observe(
             outcome.slots[drafting],
             num_drafts_R[drafting],
@@ -380,15 +363,6 @@ def _load_of(plan: SchedulerOutput, context: float, is_half: bool) -> StepLoad:
         return StepLoad(num_requests, 0, context, is_half)
     num_decoding = int(np.count_nonzero(plan.samples & (plan.num_rows - plan.num_drafts == 1)))
     return StepLoad(num_decoding, num_known - num_decoding, context, is_half)
-
-
-def _with_tree(
-    plan: SchedulerOutput, tree: TreeShape, predictor: AcceptanceModel, weights_R: FloatArray
-) -> SchedulerOutput:
-    """Return the plan with drafts in trees, all of which are verified unless the policy trims them."""
-    curves = predictor.bias_K, predictor.slope_K, predictor.offsets(plan.slots)
-    every = Trim(*curves, weights_R, np.zeros(0, np.float32), num_rows=plan.num_batched_tokens)
-    return replace(plan, tree=tree, trim=every)
 
 
 def _why_undrafted(choice: DraftChoice) -> Undrafted:

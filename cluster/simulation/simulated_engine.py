@@ -18,10 +18,11 @@ from ..engine.engine_core import EngineCore
 from ..hardware.memory_estimate import MAX_ROWS, PAGE_SIZE, MemoryEstimate
 from ..hardware.model_pair import LayoutDemand, ModelPair
 from ..hardware.parallel_layouts import ParallelLayout
-from ..hardware.step_time import LAUNCH_S, LAUNCHES_OF_TREES, NO_CHUNK, Chunk, StepTimes
+from ..hardware.step_time import NO_CHUNK, Chunk, StepTimes
 from ..pages.kv_cache_groups import pages_for
 from ..records.percentiles import percentiles
 from ..request.request import Request, SamplingParams
+from ..step.draft_shape import UNBRANCHED, DraftShape
 from ..step.executor import ExecutorInfo
 from ..step.scheduler_output import BoolArray, SchedulerOutput, StepTimings
 from .load_driver import CompletedRequest, LoadDriver
@@ -37,18 +38,16 @@ def simulated_engine(
     cost: Callable[[SchedulerOutput], StepTimings],
     *,
     adaptive: bool = True,
-    tree: tuple[int, int] | None = None,
+    draft_shape: DraftShape = UNBRANCHED,
     prefix_caching: bool = False,
     hardness: Callable[[str], float] = lambda request_id: 1.0,
 ) -> LoadDriver:
     """Return an engine of this pair with its clock at 0; without a drafter it decodes plainly.
 
-    The length of the pair's survival curve is the largest draft length, `tree` the width and size of draft
-    trees. `cost` returns the seconds of a step, `hardness` how hard a request's text is to draft (see
-    `SimulatedExecutor`).
+    The length of the pair's survival curve is the largest draft length. `cost` returns the seconds of a step,
+    `hardness` how hard a request's text is to draft (see `SimulatedExecutor`).
     """
-    width, size = tree or (1, None)
-    drafts = SpeculativeConfig(model="simulated", adaptive=adaptive, tree_width=width, tree_size=size)
+    drafts = SpeculativeConfig(model="simulated", adaptive=adaptive, **draft_shape.settings())
     spec = drafts if pair.num_drafts else None
     config = EngineConfig(
         model="simulated",
@@ -67,8 +66,7 @@ def simulated_engine(
         num_speculative_tokens=pair.num_drafts,
         dtype="bfloat16",
         device="simulated",
-        tree_width=width,
-        tree_size=size,
+        draft_shape=draft_shape,
     )
     return LoadDriver(EngineCore(config, SimulatedExecutor(info, pair.survival, cost, hardness)))
 
@@ -94,7 +92,7 @@ class PlanCost:
         times = self._times
         if times.overlaps:  # drafter and target run concurrently, so only the total is known
             block_rows = None
-            if plan.tree is not None and batch:
+            if plan.needs_candidates and batch:
                 block_rows = 1 + float(plan.block_drafts[decodes_R].mean())
             total = times.round(batch, rows / max(batch, 1), context, chunk, block_rows)
             return StepTimings(verify_s=total.total_s)
@@ -102,7 +100,7 @@ class PlanCost:
         return StepTimings(
             draft_s=self._draft_s(plan),
             verify_s=times.verify(batch, rows / max(batch, 1), context, chunk).total_s
-            + (0.0 if plan.tree is None else LAUNCHES_OF_TREES * LAUNCH_S),
+            + (times.shaping().total_s if plan.needs_candidates else 0.0),
             inject_s=times.inject(written).total_s,
         )
 

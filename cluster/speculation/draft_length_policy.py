@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..step.scheduler_output import FloatArray, IntArray, SchedulerOutput, TreeGain, TreeShape, Trim
+from ..step.scheduler_output import FloatArray, IntArray, SchedulerOutput, StepResult, TreeShape, Trim
 from .acceptance_model import NO_MARGIN, NUM_BLOCKS, AcceptanceModel
 from .draft_trimming import BETTER, TRIM_S, LengthEstimate, drafts_to_verify, estimate_trimmed
 from .loss_budget import MAX_BACKOFF, RETRY_STEPS, Backoff, LossBudget
@@ -71,7 +71,7 @@ class DraftChoice(NamedTuple):
     is_tree: bool = True  # drafts may form trees
     estimate: LengthEstimate = _UNKNOWN  # for the best known length
     plain_s: float = 0.0  # expected seconds of a step without drafts; 0 while nothing is known
-    tree: TreeShape | None = None  # the drafts are nodes of trees as deep as `length`; None: chains
+    shape: TreeShape | None = None  # the drafts are nodes of trees as deep as `length`; None: chains
     is_review: bool = False  # the policy was reviewed, which takes the host's time
     is_change: bool = False  # the step before had another length, so caches are cold
 
@@ -97,7 +97,7 @@ class DraftLengthPolicy:
     """Chooses the draft lengths of one engine's steps, of at most `max_rows` rows and K drafts.
 
     Args:
-        has_trees: whether drafts may form trees.
+        branches: whether drafts may form trees.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class DraftLengthPolicy:
         acceptance: AcceptanceModel,
         costs: StepCostModel,
         *,
-        has_trees: bool,
+        branches: bool,
     ) -> None:
         self._max_drafts, self._max_rows = max_drafts, max_rows
         self._acceptance, self._costs = acceptance, costs
         self._lengths = draft_lengths(max_drafts)
         self._states: dict[tuple[bool, int], _LoadState] = {}  # by kind and class of load
         self._budget = LossBudget()
-        self._has_trees = has_trees
+        self._branches = branches
         self._num_steps = self._num_plain = 0  # steps, and those since the last drafts
         self._last_length = 0
         self._retry = Backoff()
@@ -167,7 +167,7 @@ class DraftLengthPolicy:
         drafts_R = np.minimum(batch.limits_R, length)
         if length and not is_trial and state.estimate.trims and not self.reports_margins:
             drafts_R = self._trimmed_by_request(drafts_R, state.estimate, batch, load)
-        is_tree = self._has_trees and length > 0 and not is_trial and state.trees.choose()
+        is_tree = self._branches and length > 0 and not is_trial and state.trees.choose()
         how = (length, is_trial, is_tree, state.estimate, state.plain_s)
         return DraftChoice(drafts_R, *how, is_review=bool(is_review), is_change=is_change)
 
@@ -307,11 +307,11 @@ class DraftLengthPolicy:
     ) -> Trim | None:
         """Return how the drafts of this plan are trimmed; None if all are verified."""
         # A tree has more nodes than are worth verifying.
-        trims = (choice.estimate.trims or choice.tree is not None) and not choice.is_trial
+        trims = (choice.estimate.trims or choice.shape is not None) and not choice.is_trial
         if not trims or not self.reports_margins or not plan.num_draft_tokens:
             return None
         trim = self._trim(choice.estimate, plan.slots, weights_R, load, plan.num_batched_tokens)
-        if choice.tree is None or trim.num_rows is None:
+        if choice.shape is None or trim.num_rows is None:
             return trim
         # The rows of fixed sizes are chosen before trees are grown: as many as would have been best before.
         nodes = self._state(load).trees.num_nodes or choice.estimate.num_verified
@@ -335,10 +335,11 @@ class DraftLengthPolicy:
 
     # Learning.
 
-    def observe_trees(self, choice: DraftChoice, load: StepLoad, gain: TreeGain) -> None:
-        """Learn from a step that grew trees."""
-        trees = self._state(load).trees
-        trees.observe(gain, choice.estimate.worth / trees.factor, choice.estimate.rate)
+    def observe_shaped(self, choice: DraftChoice, load: StepLoad, result: StepResult) -> None:
+        """Learn from a step that was to grow trees."""
+        if (gain := result.tree_gain) is not None:
+            trees = self._state(load).trees
+            trees.observe(gain, choice.estimate.worth / trees.factor, choice.estimate.rate)
 
     def on_drafter_replaced(self) -> None:
         """Forget the gain of trees, and try drafts soon."""

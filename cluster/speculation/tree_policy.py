@@ -13,7 +13,7 @@ chances depend on the drafter and the text: that the target takes the second, th
 instead of the best, that it takes one of a block's candidates after such a token, and that it takes what is
 copied from earlier text where drafts differ from it, or the reverse. Each has a factor: the number of
 accepted tokens divided by the expected number, at the nodes that the accepted paths visited. Both numbers
-fade, so that factors follow the text. Called by `cluster/scheduler/step_controller.py`.
+fade, so that factors follow the text. Called by `draft_shaper.py`.
 
 Legend: F factors.
 """

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 from ..pages.kv_cache_groups import KVCacheGroup
 from ..request.request import SamplingParams
 from .clock import EngineClock
+from .draft_shape import UNBRANCHED, DraftShape
 from .page_transfer import KVTierInfo
 from .scheduler_output import SchedulerOutput, StepResult
 
@@ -21,9 +22,8 @@ class ExecutorInfo:
         num_pages: pages of `page_size` tokens in each K/V pool.
         max_model_len: longest sequence, prompt and output, in tokens.
         vocab_size: token ids are below it.
-        num_speculative_tokens: most drafts per request and step (block size - 1); 0 for plain decoding.
-        tree_width, tree_size: most children of a node, and most nodes, of a request's draft tree; 1 and None
-            if drafts form chains. A path has at most `num_speculative_tokens` nodes.
+        num_speculative_tokens: most drafts on a path (block size - 1); 0 for plain decoding.
+        draft_shape: the most drafts of a request if they may branch.
         max_in_flight: steps that may be submitted before the first is collected; with 2 the scheduler plans
             the next step while the device computes one.
         max_stop_token_ids: most tokens that may end a request, including the model's own; None for no limit.
@@ -58,8 +58,7 @@ class ExecutorInfo:
     page_groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(),)
     halves: bool = False
     row_buckets: tuple[int, ...] | None = None
-    tree_width: int = 1
-    tree_size: int | None = None
+    draft_shape: DraftShape = UNBRANCHED
     kv_tier: KVTierInfo | None = None
 
 

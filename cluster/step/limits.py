@@ -12,6 +12,7 @@ from ..config import EngineConfig
 from ..errors import RequestError, UnprocessableError, brief
 from ..pages.kv_cache_groups import KVCacheGroup, longest_sequence
 from ..request.request import Request, SamplingParams
+from .draft_shape import DraftShape
 from .executor import ExecutorInfo, RuleLimits
 from .page_transfer import KVTierInfo
 
@@ -44,8 +45,7 @@ class SchedulerConfig:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_speculative_tokens: int
-    tree_width: int
-    tree_size: int | None
+    draft_shape: DraftShape
     adaptive_drafts: bool
     halves: bool
     row_buckets: tuple[int, ...] | None
@@ -62,7 +62,7 @@ class SchedulerConfig:
     @property
     def max_drafts(self) -> int:
         """Most drafts of a request in a step."""
-        return self.num_speculative_tokens if self.tree_size is None else self.tree_size
+        return self.draft_shape.most_drafts(self.num_speculative_tokens)
 
     @classmethod
     def derive(cls, config: EngineConfig, info: ExecutorInfo) -> SchedulerConfig:
@@ -81,8 +81,7 @@ class SchedulerConfig:
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
             num_speculative_tokens=info.num_speculative_tokens,
-            tree_width=info.tree_width,
-            tree_size=info.tree_size,
+            draft_shape=info.draft_shape,
             adaptive_drafts=config.speculative_config is not None and config.speculative_config.adaptive,
             halves=info.halves,
             row_buckets=info.row_buckets,

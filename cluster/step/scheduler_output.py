@@ -187,6 +187,7 @@ class SchedulerOutput:
         tree: the shape of draft trees; None if drafts form chains. With a tree a request verifies at most
             `num_drafts` nodes, of which at most `tree.depth` are accepted.
         num_requests, num_batched_tokens, num_draft_tokens: R; rows and drafts of all requests together.
+        needs_candidates: whether drafts are chosen among several candidates of each position.
     """
 
     step: int
@@ -207,12 +208,14 @@ class SchedulerOutput:
     num_requests: int = field(init=False, repr=False, compare=False)
     num_batched_tokens: int = field(init=False, repr=False, compare=False)
     num_draft_tokens: int = field(init=False, repr=False, compare=False)
+    needs_candidates: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Read a dozen times per step, and each sum of a short array takes two microseconds.
         object.__setattr__(self, "num_requests", len(self.slots))
         object.__setattr__(self, "num_batched_tokens", int(self.num_rows.sum()))
         object.__setattr__(self, "num_draft_tokens", int(self.num_drafts.sum()))
+        object.__setattr__(self, "needs_candidates", self.tree is not None)
 
     @property
     def block_drafts(self) -> IntArray:
@@ -343,3 +346,11 @@ class StepResult:
     drafter_use: DrafterUse | None = None
     is_copied: BoolArray | None = None
     is_pass_skipped: bool = False
+
+    def branches(self, slots_R: IntArray, remaining: slice | BoolArray) -> dict[int, tuple[int, ...]]:
+        """Return the ranks of accepted drafts by slot, of the remaining requests for which one is not 0."""
+        if self.trees is None:
+            return {}
+        ranks_RW = self.trees.ranks_RW[remaining]
+        requests = np.flatnonzero((ranks_RW > 0).any(axis=1)).tolist()
+        return {int(slots_R[r]): tuple(ranks_RW[r][ranks_RW[r] >= 0].tolist()) for r in requests}

@@ -141,7 +141,7 @@ def read_result(
         stopped=stopped_R,
         full=num_out_R == missing_R,
         failed=failed_R & ~stopped_R,
-        branches={} if result.trees is None else _branches(slots_R, result.trees.ranks_RW[remaining]),
+        branches=result.branches(slots_R, remaining),
         logprobs={} if logprobs is None else _logprobs(table, remaining_R, slots_R, num_out_R, logprobs),
         prompt_logprobs={} if prompts is None else _prompt_logprobs(plan, remaining_R, prompts),
     )
@@ -178,12 +178,6 @@ def make_updates(table: SlotTable, outcome: StepOutcome) -> list[SequenceUpdate]
             )
         )
     return updates
-
-
-def _branches(slots_R: IntArray, ranks_RW: IntArray) -> Mapping[int, tuple[int, ...]]:
-    """Return the ranks of accepted drafts by slot, of the requests for which one is not 0."""
-    requests = np.flatnonzero((ranks_RW > 0).any(axis=1)).tolist()
-    return {int(slots_R[r]): tuple(ranks_RW[r][ranks_RW[r] >= 0].tolist()) for r in requests}
 
 
 def _logprobs(

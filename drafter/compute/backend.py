@@ -186,7 +186,7 @@ class Backend(ABC):
         page_size: int,
         device: Device,
         window: int | None = None,
-        tree_paths_ND: Ints | None = None,
+        paths_ND: Ints | None = None,
     ) -> Any:
         """Return a host-driven step's attention metadata, an element of `PlacedRows.batches`.
 
@@ -195,7 +195,7 @@ class Backend(ABC):
             rows_R: rows of each request, at least 1; they are laid out request after request.
             pages_RP: page ids of each request from position 0 on; columns beyond its length are ignored.
             window: the largest window of this page group's layers; pages before it may be another request's.
-            tree_paths_ND: the rows' paths where requests are trees (`draft_trees.py`), for causal layers
+            paths_ND: the rows' paths where requests are trees (`draft_trees.py`), for causal layers
                 alone; None if all are chains.
         """
 

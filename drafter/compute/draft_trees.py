@@ -1,6 +1,6 @@
 """Paths of draft trees: the rows of a request that a row of a step sees, in the order of their depths.
 
-    row        0   1   2   3   4          tree_paths_ND    0 -1 -1      a chain's rows: -1 -1 -1
+    row        0   1   2   3   4          paths_ND    0 -1 -1      a chain's rows: -1 -1 -1
     parent     -   0   0   1   1                           0  1 -1
                                                            0  2 -1
                                                            0  1  3

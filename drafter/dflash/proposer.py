@@ -63,23 +63,24 @@ class DFlashProposer:
             return Proposals.none(plan.num_requests, states.device)
         self.settle()
         hidden_XH = self.drafter.block_hidden(block, self.cache)
-        proposals = self._choose(hidden_XH, block, for_trees=plan.tree is not None)
+        proposals = self._choose(hidden_XH, block, keeps_candidates=plan.needs_candidates)
         if self.drafter.confidence_head is None:
             return proposals
         return self.drafter.confidence_head.sharpened(proposals, hidden_XH, block)
 
-    def _choose(self, hidden_XH: Tensor, block: StepRows, *, for_trees: bool) -> Proposals:
+    def _choose(self, hidden_XH: Tensor, block: StepRows, *, keeps_candidates: bool) -> Proposals:
         logits_XV, selector = self.drafter.logits(hidden_XH), self.drafter.selector
         if selector is None:
-            return self._sample_each(logits_XV, block, for_trees=for_trees)
+            return self._sample_each(logits_XV, block, keeps_candidates=keeps_candidates)
         gates_XE, codebooks = selector.gates(hidden_XH), selector.codebooks
-        return select_paths(logits_XV, gates_XE, block, codebooks, self._operators, for_trees=for_trees)
+        inputs = logits_XV, gates_XE, block, codebooks, self._operators
+        return select_paths(*inputs, keeps_candidates=keeps_candidates)
 
-    def _sample_each(self, logits_XV: Tensor, block: StepRows, *, for_trees: bool) -> Proposals:
+    def _sample_each(self, logits_XV: Tensor, block: StepRows, *, keeps_candidates: bool) -> Proposals:
         """Sample each draft by its own logits, without the drafts before it."""
         chosen = sample_with_margins(logits_XV, block.sampling, self._operators)
         candidates: tuple[BlockCandidates, ...] = ()
-        if for_trees:
+        if keeps_candidates:
             _, num_candidates = self.drafter.config.num_candidates
             candidates = (block_candidates(logits_XV, block, num_candidates, self._operators),)
         shape = len(block.counts_R), block.max_count

@@ -139,7 +139,7 @@ class _Copies(NamedTuple):
         """Return how many drafts of each request are expected to be accepted, fp32 [R]."""
         return self.survivals_RK.sum(axis=1)
 
-    def for_trees(self) -> CopiedDrafts:
+    def with_chances(self) -> CopiedDrafts:
         before_RK = np.column_stack([np.ones(len(self.survivals_RK)), self.survivals_RK[:, :-1]])
         chances_RK = self.survivals_RK / np.maximum(before_RK, np.finfo(np.float32).tiny)
         return CopiedDrafts(self.candidates.drafts_RK, chances_RK.astype(np.float32))
@@ -199,7 +199,9 @@ class SuffixMixer:
         copies = self._copies
         if copies is None or (drafted is not None and drafted.margins_RK is None):
             return drafted or Proposals.none(plan.num_requests, device)
-        by_own, of_trees = self._drafted.calibration(plan.slots), copies.for_trees() if plan.tree else None
+        by_own, kept = self._drafted.calibration(plan.slots), None
+        if plan.needs_candidates:
+            kept = copies.with_chances()
         if drafted is None:
             is_copied_R = plan.num_drafts > 0
             self._drafted.drop(plan.slots)
@@ -213,12 +215,12 @@ class SuffixMixer:
             is_copied_R = copies.num_expected() > own_expected_R
             self._num_skipped = 0
             if not is_copied_R.any():  # partial as on all ranks, of which rank 0 decides
-                return replace(drafted, is_partial=True, is_copied_R=is_copied_R, copies=of_trees)
+                return replace(drafted, is_partial=True, is_copied_R=is_copied_R, copies=kept)
         drafts_RK, margins_RK = copies.candidates
         margins_RK = _converted(margins_RK, copies.calibration, plan.trim or by_own)
         if drafted is None:
             both = (torch.from_numpy(each).to(device) for each in (drafts_RK, margins_RK))
-            mixed = Proposals(*both, is_partial=True, is_copied_R=is_copied_R, copies=of_trees)
+            mixed = Proposals(*both, is_partial=True, is_copied_R=is_copied_R, copies=kept)
             return replace(mixed, is_pass_skipped=True)
         assert drafted.margins_RK is not None, "returned above"
         return replace(
@@ -227,7 +229,7 @@ class SuffixMixer:
             margins_RK=_where(is_copied_R, margins_RK, drafted.margins_RK),
             is_partial=True,
             is_copied_R=is_copied_R,
-            copies=of_trees,
+            copies=kept,
         )
 
     def _judge(self, plan: SchedulerOutput, states: KnownTokens) -> None:

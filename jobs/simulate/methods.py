@@ -18,6 +18,7 @@ from ...cluster.hardware.model_pair import ModelPair
 from ...cluster.hardware.model_shape import ModelShape
 from ...cluster.simulation.acceptance_mix import AcceptanceMix
 from ...cluster.speculation.acceptance_length import survival_of_length
+from ...cluster.step.draft_shape import UNBRANCHED, DraftShape
 
 Figures = dict[str, Any]  # Any: JSON
 Kind = Literal["plain", "dflash", "eagle3"]
@@ -25,6 +26,7 @@ SPEEDS = tuple(range(100, 2001, 50))  # tokens/s per user at which methods are c
 EAGLE3_TAPS = 3
 EAGLE3_VOCAB = 32_000  # of the drafter's own head, as in most published ones
 EAGLE3_INTER = 6  # inner size / hidden size if all of the target's MLPs have experts
+_TREES = DraftShape(width=4, size=63)
 Point = tuple[float, float]  # (tokens/s of a user, tokens/s of a GPU)
 
 
@@ -40,7 +42,7 @@ class Method:
     name: str
     kind: Kind
     drafts: int | None = None
-    has_trees: bool = False
+    draft_shape: DraftShape = UNBRANCHED
     placement: Literal["colocated", "split"] | None = "colocated"
 
     @classmethod
@@ -55,9 +57,9 @@ class Method:
                 param="method",
             )
         kind: Kind = found[1]  # type: ignore[assignment]  # the pattern allows no other
-        has_trees = found[2] == "tree"
-        drafts = int(found[2]) if found[2] and not has_trees else None
-        return cls(name, kind, drafts, has_trees, "split" if found[3] else "colocated")
+        shape = _TREES if found[2] == "tree" else UNBRANCHED
+        drafts = None if found[2] in (None, "tree") else int(found[2])
+        return cls(name, kind, drafts, shape, "split" if found[3] else "colocated")
 
     @property
     def adaptive(self) -> bool:

@@ -22,8 +22,6 @@ from ..common.options import check_least
 from ..plan.pair_reader import ReadPair, read_pair
 from .methods import Method, parse_acceptance
 
-TREE = 4, 63  # width, and most nodes of a request
-
 
 @dataclass(frozen=True, slots=True)
 class DraftAssumptions:
@@ -62,7 +60,7 @@ class NodeEngine:
             self.demand,
             PlanCost(self.times, free_prompts=free_prompts),
             adaptive=self.method.adaptive,
-            tree=TREE if self.method.has_trees else None,
+            draft_shape=self.method.draft_shape,
             prefix_caching=prefix_caching,
             hardness=self.texts.hardness,
         )

@@ -182,7 +182,7 @@ def test_trees_of_a_drafter_on_its_own_gpu_are_charged_by_block_path_and_nodes()
     """63 nodes: the drafter computes and keeps as much as for a chain of 15, and sends 16 bytes a node."""
     method = Method.parse("dflash-tree-split")
     (engine,) = node_engines(PAIR, H200, 2, (1,), [method], DraftAssumptions(), WORK)
-    assert engine.layout == ParallelLayout(1, "split", 1) and engine.method.has_trees
+    assert engine.layout == ParallelLayout(1, "split", 1) and engine.method.draft_shape.branches
     times, cost, link = engine.times, PlanCost(engine.times), H200.link
     tree = replace(dummy_step([500], [64], [63]), tree=TreeShape(15, 4, (1.0,) * 4))
     drafted = times.draft(1, 16, 500) + times.inject(16) + times.transfer(16)

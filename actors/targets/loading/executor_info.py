@@ -30,8 +30,7 @@ def executor_info(
         max_in_flight=2 if _runs_ahead(resolved) or resolved.split else 1,
         halves=resolved.split,
         has_grammars=has_grammars,
-        tree_width=1 if resolved.tree is None else resolved.tree.width,
-        tree_size=None if resolved.tree is None else resolved.tree.nodes,
+        draft_shape=resolved.draft_shape,
     )
     return _with_device_limits(info, resolved) if resolved.runs_on_device else info
 
@@ -41,10 +40,7 @@ def _with_device_limits(info: ExecutorInfo, resolved: ResolvedConfig) -> Executo
     from ....drafter.step.gpu_triton.sampling.sampling_metadata import RULE_LIMITS
     from ..runners.cuda_graphs import StepKinds
 
-    max_requests, _ = device_limits(resolved)
-    kinds = StepKinds(
-        max_requests, resolved.num_speculative_tokens, resolved.max_num_batched_tokens, resolved.tree
-    )
+    kinds = StepKinds(*resolved.step_sizes)
     return replace(
         info, max_stop_token_ids=MAX_STOP_TOKEN_IDS, rule_limits=RULE_LIMITS, row_buckets=kinds.rows
     )
@@ -61,15 +57,6 @@ def _runs_ahead(resolved: ResolvedConfig) -> bool:
     if resolved.config.async_scheduling is not None:
         return resolved.config.async_scheduling
     return resolved.device.type == "cuda" and resolved.runs_on_device
-
-
-def num_tree_values(resolved: ResolvedConfig) -> int:
-    """Return the int32 values of a request's tree, as a device grows it; 0 without such trees."""
-    if resolved.tree is None or not resolved.runs_on_device:
-        return 0
-    from ....drafter.step.gpu_triton.draft_trees import DeviceTrees
-
-    return DeviceTrees.num_values(resolved.tree)
 
 
 def device_limits(resolved: ResolvedConfig) -> tuple[int, int]:

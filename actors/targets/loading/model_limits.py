@@ -45,14 +45,9 @@ def find_max_model_len(config: EngineConfig, target: ModelSpec, drafter: DraftCo
 
 
 def find_num_drafts(config: EngineConfig, drafter: DraftConfig | None) -> int:
-    """Return the setting, or the drafter's most or usual number. ConfigError: the setting exceeds it.
-
-    No path of a draft tree is longer than the tree has nodes.
-    """
-    if (spec := config.speculative_config) is None:
-        return 0
-    found = _num_drafts(spec, drafter)
-    return found if spec.tree_size is None else min(found, spec.tree_size)
+    """Return the setting, or the drafter's most or usual number. ConfigError: the setting exceeds it."""
+    spec = config.speculative_config
+    return 0 if spec is None else spec.longest_path(_num_drafts(spec, drafter))
 
 
 def _num_drafts(spec: SpeculativeConfig, drafter: DraftConfig | None) -> int:

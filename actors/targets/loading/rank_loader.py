@@ -69,7 +69,7 @@ from .operator_factory import (
     make_grammars,
     make_step_operators,
 )
-from .resolved_config import ResolvedConfig, resolve_config, why_no_trees
+from .resolved_config import ResolvedConfig, resolve_config
 from .warmup import check_invariance, measure_step_bytes, warm_up
 from .weight_report import WeightCounts, describe_weights
 
@@ -146,12 +146,8 @@ def start_runner(
     logger.info("%s", _describe(info, resolved, cache_bytes))
     if resolved.device.type != "cuda":
         log_ram(cache_bytes + (num_states or 0) * state_bytes(resolved))
-    for doubt in resolved.doubts:
-        logger.warning("%s", doubt)
-    spec = resolved.config.speculative_config
-    if spec is not None and spec.tree_width > 1 and resolved.tree is None:
-        reason = why_no_trees(resolved)
-        logger.warning("tree_width=%d has no effect, drafts form chains: %s", spec.tree_width, reason)
+    for sentence in (*resolved.doubts, *resolved.without_effect):
+        logger.warning("%s", sentence)
     for sentence in describe_weights(resolved, rank.weight_counts):
         logger.info("%s", sentence)
     if (quantization := resolved.config.quantization) is not None:
@@ -257,7 +253,7 @@ class _Rank:
         from ..runners.step_passes import DeviceModels
 
         resolved, config = self._resolved, self._resolved.config
-        max_requests, num_rows = device_limits(resolved)
+        _, num_rows = device_limits(resolved)
         state_memory = make_state_memory(resolved, num_states)
         cache, draft_cache = self._caches(num_pages, state_memory)
         state_args = (config.max_num_seqs, resolved.max_model_len, num_pages, resolved.page_size)
@@ -291,10 +287,7 @@ class _Rank:
         )
         return GpuModelRunner(
             models,
-            max_requests,
-            resolved.num_speculative_tokens,
-            resolved.max_num_batched_tokens,
-            resolved.tree,
+            *resolved.step_sizes,
             grammars,
             suffixes,
             make_page_mover(resolved, self._communicator, kept),

@@ -16,6 +16,8 @@ from ....cluster.config import AnyQuantization, EngineConfig, SpeculativeConfig,
 from ....cluster.errors import CheckpointError, ConfigError
 from ....cluster.pages.kv_cache_groups import KVCacheLayout, plan_kv_cache
 from ....cluster.speculation.draft_tree import TreeSizes
+from ....cluster.step.draft_shape import UNBRANCHED, DraftShape
+from ....cluster.step.scheduler_output import SchedulerOutput, TreeShape
 from ....drafter.compute.backend import DeviceCapabilities, ModelStackSpec
 from ....drafter.compute.checkpoint.loading.quantized_tensors import QuantizedFolder, open_folder
 from ....drafter.dflash.checkpoint import check_drafter
@@ -107,9 +109,34 @@ class ResolvedConfig:
         return TreeSizes(depth, spec.tree_width, spec.tree_size or depth)
 
     @property
+    def draft_shape(self) -> DraftShape:
+        return UNBRANCHED if self.tree is None else DraftShape(self.tree.width, self.tree.nodes)
+
+    @property
     def max_drafts(self) -> int:
-        """Most drafts per request and step: of a chain, or of a tree."""
-        return self.num_speculative_tokens if self.tree is None else self.tree.nodes
+        """Most drafts per request and step."""
+        return self.draft_shape.most_drafts(self.num_speculative_tokens)
+
+    @property
+    def step_sizes(self) -> tuple[int, int, int, TreeSizes | None]:
+        """The most requests, drafts on a path, and rows of a step, and its largest draft trees."""
+        max_rows = self.max_num_batched_tokens
+        max_requests = min(self.config.max_num_seqs, max_rows)
+        return max_requests, self.num_speculative_tokens, max_rows, self.tree
+
+    def with_branches(self, step: SchedulerOutput) -> SchedulerOutput:
+        """Return a step whose drafts branch as nothing else is known; the same if they form chains."""
+        if self.tree is None:
+            return step
+        return replace(step, tree=TreeShape(self.tree.depth, self.tree.width, (1.0,) * self.tree.width))
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Sentences about settings that have no effect with these models."""
+        spec = self.config.speculative_config
+        if spec is None or spec.tree_width == 1 or (reason := why_no_trees(self)) is None:
+            return []
+        return [f"tree_width={spec.tree_width} has no effect, drafts form chains: {reason}"]
 
     @property
     def tap_ids(self) -> tuple[int, ...]:

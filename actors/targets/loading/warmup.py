@@ -18,7 +18,7 @@ from ....cluster.pages.kv_cache_groups import pages_for
 from ....cluster.request.request import LogitsProcessorParams
 from ....cluster.request.structured_outputs import Grammar, SlotGrammar
 from ....cluster.step.dummy_steps import GREEDY, dummy_step, dummy_trim
-from ....cluster.step.scheduler_output import SchedulerOutput, SlotSampling, TreeShape
+from ....cluster.step.scheduler_output import SchedulerOutput, SlotSampling
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.batch_invariance import rows_are_invariant
 from ..runners.runner_interface import Runner
@@ -32,7 +32,7 @@ _ANY_WORDS = Grammar("regex", "[a-z ]*", is_cheap=True)
 def warm_up(runner: Runner, resolved: ResolvedConfig, num_pages: tuple[int, ...]) -> None:
     """Run a small prefill, a step with drafts that may be cut, and one without, with each kind of sampling.
 
-    With draft trees, a step that verifies one as well.
+    Where drafts may branch, a step in which they do as well.
 
     Otherwise a request would compile the loops and kernels that it is first to use, while all streams wait.
     """
@@ -48,17 +48,9 @@ def warm_up(runner: Runner, resolved: ResolvedConfig, num_pages: tuple[int, ...]
         for drafts in sorted({0, max(0, min(resolved.num_speculative_tokens, length - prompt - 2))}):
             step = dummy_step([prompt], [drafts + 1], [drafts])
             runner.execute(replace(step, trim=dummy_trim(step)) if drafts else step)
-    if resolved.tree is not None:
+    if resolved.draft_shape.branches:
         drafts = max(0, min(resolved.max_drafts, length - prompt - 2))
-        runner.execute(_in_trees(resolved, dummy_step([prompt], [drafts + 1], [drafts])))
-
-
-def _in_trees(resolved: ResolvedConfig, step: SchedulerOutput) -> SchedulerOutput:
-    """Return a step with draft trees, if drafts may form them."""
-    if resolved.tree is None:
-        return step
-    depth, width, _ = resolved.tree
-    return replace(step, tree=TreeShape(depth, width, (1.0,) * width))
+        runner.execute(resolved.with_branches(dummy_step([prompt], [drafts + 1], [drafts])))
 
 
 def _sampling_variants(runner: Runner, prompt: int) -> list[SlotSampling]:
@@ -121,7 +113,7 @@ def _max_prompts(resolved: ResolvedConfig) -> list[int]:
 def _largest_decoding(resolved: ResolvedConfig) -> SchedulerOutput:
     drafts = max(0, min(resolved.max_drafts, resolved.max_model_len - 2))
     count = max(1, min(resolved.config.max_num_seqs, resolved.max_num_batched_tokens // (1 + drafts)))
-    return _in_trees(resolved, dummy_step([1] * count, [1 + drafts] * count, [drafts] * count))
+    return resolved.with_branches(dummy_step([1] * count, [1 + drafts] * count, [drafts] * count))
 
 
 def _prefill(

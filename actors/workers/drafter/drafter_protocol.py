@@ -51,13 +51,13 @@ class Sizes:
         hidden_size: int,
         dtype: torch.dtype,
         num_candidates: tuple[int, int] | None = None,
-        tree_values: int = 0,
+        values_each: int = 0,
     ) -> Sizes:
         """Return the layout for steps of at most `max_rows` rows.
 
         Args:
             num_candidates: see `draft_kinds`.
-            tree_values: int32 values of a request's tree, if the drafter grows trees.
+            values_each: int32 values of a request's drafts, if they are more than tokens.
         """
         rows = max(max_requests * (num_drafts + 2), max_rows)
         ids_bytes, margins_bytes = padded(rows * 8), padded(rows * 4)
@@ -66,7 +66,7 @@ class Sizes:
             drafts_bytes += size_of(
                 _candidate_kinds(min(max_requests * (1 + num_drafts), max_rows), num_candidates)
             )
-        drafts_bytes += padded(max_requests * tree_values * 4)
+        drafts_bytes += padded(max_requests * values_each * 4)
         features_bytes = padded(rows * hidden_size * dtype.itemsize)
         return cls(drafts_bytes, _STEPS * (ids_bytes + features_bytes))
 
@@ -82,13 +82,14 @@ class Sizes:
 def draft_kinds(plan: SchedulerOutput, num_candidates: tuple[int, int]) -> Kinds:
     """Return the kinds of a plan's drafts and margins [R, K], where the host drives the steps.
 
-    With draft trees also those of the ids and scores of `BlockCandidates`; `num_candidates`: see
+    If the plan needs candidates also those of the ids and scores of `BlockCandidates`; `num_candidates`: see
     `DrafterConfig`.
     """
     drafts_R = plan.block_drafts
     shape = plan.num_requests, int(drafts_R.max(initial=0))
-    chains: Kinds = [(shape, torch.int64), (shape, torch.float32)]
-    return chains if plan.tree is None else [*chains, *_candidate_kinds(int(drafts_R.sum()), num_candidates)]
+    chosen: Kinds = [(shape, torch.int64), (shape, torch.float32)]
+    candidates = _candidate_kinds(int(drafts_R.sum()), num_candidates) if plan.needs_candidates else []
+    return [*chosen, *candidates]
 
 
 def _candidate_kinds(num_rows: int, num_candidates: tuple[int, int]) -> Kinds:

@@ -152,8 +152,8 @@ class CpuDrafterSession:
         """Return tensors of `draft_kinds`, with or without grammars, as the target's host grows trees."""
         proposals = self._proposer.propose(plan, self._states)
         assert proposals.margins_RK is not None, "DFlash drafters give margins"
-        of_trees = [values for each in proposals.candidates for values in (each.ids_XC, each.scores_XPC)]
-        return proposals.drafts_RK, proposals.margins_RK, *of_trees
+        candidates = [values for each in proposals.candidates for values in (each.ids_XC, each.scores_XPC)]
+        return proposals.drafts_RK, proposals.margins_RK, *candidates
 
     def num_parts(self, plan: SchedulerOutput) -> int:
         return 1

@@ -24,6 +24,7 @@ from torch import Tensor
 from ....cluster.step.scheduler_output import SchedulerOutput
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
+from ....drafter.step.gpu_triton.draft_trees import DeviceTrees
 from ....drafter.step.gpu_triton.inputs.row_layout import (
     DeviceStepRequests,
     lay_out_block,
@@ -34,7 +35,6 @@ from ....drafter.step.gpu_triton.inputs.transfers import Upload
 from ....drafter.step.gpu_triton.request_states import DeviceStates
 from ....drafter.step.gpu_triton.sampling.sampler import SamplingWorkspace
 from ....drafter.step.gpu_triton.verification import accept_and_advance
-from ...targets.loading.executor_info import device_limits
 from ...targets.loading.resolved_config import ResolvedConfig
 from ...targets.model.tensor_parallel import SingleRank
 from ...targets.runners.cuda_graphs import LazyGraphs, PassKind, StepKinds
@@ -58,6 +58,11 @@ class _Open:
     prompts: DeviceStepRequests | None
 
 
+def values_each(resolved: ResolvedConfig) -> int:
+    """Return the int32 values of a request that `draft` returns instead of tokens; 0 if these are all."""
+    return 0 if resolved.tree is None else DeviceTrees.num_values(resolved.tree)
+
+
 class GpuDrafterSession:
     """`num_pages`: pages of each pool, as the target has them."""
 
@@ -69,11 +74,10 @@ class GpuDrafterSession:
         num_pages: tuple[int, ...],
     ) -> None:
         config, tree, device = resolved.config, resolved.tree, resolved.device
-        max_requests, _ = device_limits(resolved)
+        max_requests = resolved.step_sizes[0]
         size = (config.max_num_seqs, resolved.max_model_len, num_pages, resolved.page_size)
         states = DeviceStates(*size, device, resolved.pages)
-        sizes = max_requests, resolved.num_speculative_tokens, resolved.max_num_batched_tokens
-        self._kinds = StepKinds(*sizes, tree)
+        self._kinds = StepKinds(*resolved.step_sizes)
         self._layout = layout = PlanLayout(max_requests, resolved.num_speculative_tokens, tree)
         self._upload = Upload(states.arena, layout.num_values, states.max_changes)
         self._open: dict[int, _Open] = {}

@@ -38,7 +38,6 @@ from ....drafter.drafter_weights import read_weights
 from ....drafter.step.inputs.proposals import BlockCandidates, Proposals
 from ....drafter.step.inputs.row_layout import StepRows
 from ....drafter.step.request_states import RequestStates
-from ...targets.loading.executor_info import num_tree_values
 from ...targets.loading.operator_factory import own_backend
 from ...targets.loading.resolved_config import ResolvedConfig
 from ...targets.model.tensor_parallel import Communicator
@@ -91,9 +90,8 @@ class RemoteDrafterSource:
             max_num_batched_tokens=max_rows,
         )
         rows = config.max_num_seqs, max_rows, plan.num_speculative_tokens
-        num_candidates = None if plan.tree is None else drafter.num_candidates
-        of_trees = num_candidates, num_tree_values(plan)
-        sizes = Sizes.of(*rows, drafter.hidden_size, plan.dtype, *of_trees)
+        num_candidates = drafter.num_candidates if plan.draft_shape.branches else None
+        sizes = Sizes.of(*rows, drafter.hidden_size, plan.dtype, num_candidates, _values_each(plan))
         hello = Hello(name, config, info.num_pages, sizes, mailbox=None)
         self._link = DrafterClient(address, hello, plan.device, waiter)
 
@@ -157,11 +155,11 @@ class RemoteDrafterSource:
             return Proposals.none(plan.num_requests, self._device)
         assert isinstance(self._resolved.drafter, DrafterConfig), "other drafters are colocated"
         kinds = draft_kinds(plan, self._resolved.drafter.num_candidates)
-        proposals, of_trees = self._receive_drafts(kinds)
-        if not of_trees:
+        proposals, candidates = self._receive_drafts(kinds)
+        if not candidates:
             return proposals
         counts_R = torch.from_numpy(plan.block_drafts.astype(np.int64))
-        ids_XC, scores_XPC = of_trees
+        ids_XC, scores_XPC = candidates
         return replace(proposals, candidates=(BlockCandidates(ids_XC, scores_XPC, counts_R),))
 
     def inject(
@@ -293,3 +291,12 @@ def _context_features(resolved: ResolvedConfig, backend: Backend) -> ContextFeat
     weights = read_weights(folder, read, resolved.dtype, resolved.device, backend)
     norm_H = weights["hidden_norm.weight"]
     return ContextFeatures(weights.matrix("fc.weight"), norm_H, resolved.drafter.rms_norm_eps, backend)
+
+
+def _values_each(resolved: ResolvedConfig) -> int:
+    """Return the int32 values of a request's drafts if a device makes more of them than tokens; else 0."""
+    if not (resolved.runs_on_device and resolved.draft_shape.branches):
+        return 0
+    from .gpu_drafter_session import values_each
+
+    return values_each(resolved)

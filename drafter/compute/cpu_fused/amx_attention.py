@@ -23,7 +23,7 @@ from numba import carray
 
 from ..cpu_numba.element_ops import elements, pointer
 from .qkv_heads import BLOCK, QUAD, find_blocks
-from .simd_attention import depth_of
+from .simd_attention import position_of
 from .tiles.amx_intrinsics import TILE_BYTES
 from .tiles.amx_tiles import combine, score
 from .tiles.simd_vectors import add_values, copy_lines, scale_rounded, soften, transpose, transpose_rounded
@@ -42,7 +42,7 @@ def tile_scratch_bytes(longest: int, head_dim: int) -> int:
 
 def attend_tiles(
     qkv, out, kv, pages, first, num_rows, page_size, num_heads, num_kv, head_dim, head, row_begin, row_end,
-    scale, causal, window, tree, depth, scratch,
+    scale, causal, window, paths, depth, scratch,
 ):  # fmt: skip
     """Compute an item of attention; arguments: see `attention._attend_group`."""
     shared = num_heads // num_kv
@@ -68,15 +68,12 @@ def attend_tiles(
         lowest, highest = num_keys, 0
         for i in range(QUERIES):  # unused lanes repeat the last row
             row = (at + min(i, count - 1)) % num_rows
-            position = first + row
-            if tree != 0:
-                position = first + depth_of(tree, row, depth)
-                highest = max(highest, first + row + 1)
+            position = position_of(first, row, paths, depth)
             begin, end = 0, position + 1 if causal else num_keys
             if window >= 0:
                 begin, end = max(position - window + 1, 0), min(end, position + window)
             low_L[i], high_L[i] = begin, end
-            lowest, highest = min(lowest, begin), max(highest, end)
+            lowest, highest = min(lowest, begin), max(highest, end, first + row + 1)
         # Only blocks that some lane sees; others would add zeros.
         begin = lowest // BLOCK
         seen = (highest + BLOCK - 1) // BLOCK - begin
@@ -91,20 +88,20 @@ def attend_tiles(
             transpose(queries + 64 * step, 2 * head_dim, packed + TILE_BYTES * step)
         quads = (seen + QUAD - 1) // QUAD * QUAD
         score(blocks + 8 * begin, quads, head * head_bytes, 2 * head_dim, packed, scores, head_dim // 32)
-        if tree != 0:
+        if paths != 0:
             for i in range(count):
-                path = tree + 4 * depth * ((at + i) % num_rows)
+                path = paths + 4 * depth * ((at + i) % num_rows)
                 _gather_path(scores + 4 * i, path, high_L[i] + begin * BLOCK - first, first - begin * BLOCK)
         soften(scores, seen * BLOCK, low, high, factor, totals)
         for t in range(seen):
             transpose_rounded(scores + t * TILE_BYTES, weights + 32 * t, seen * 32)
         offset = (num_kv + head) * head_bytes
-        in_tiles = seen if tree == 0 else max(first // BLOCK - begin, 0)
+        in_tiles = seen if paths == 0 else max(first // BLOCK - begin, 0)
         combine(blocks + 8 * begin, in_tiles, offset, weights, seen * 32, result, head_dim)
         for i in range(count):
             row = at + i
-            if tree != 0:
-                path = tree + 4 * depth * (row % num_rows)
+            if paths != 0:
+                path = paths + 4 * depth * (row % num_rows)
                 end = high_L[i] + begin * BLOCK
                 for block in range(begin + in_tiles, (end + BLOCK - 1) // BLOCK):
                     _find_values(blocks, offset, path, first, block * BLOCK, end, values)

@@ -53,7 +53,7 @@ def attend(
     item = row = 0
     for r in range(num_requests):
         num_stacked = rows_R[r] * shared
-        tree = _tree_at(paths, row, depth)
+        own = _paths_at(paths, row, depth)
         for begin in range(0, num_stacked, _GROUP):
             for head in range(first_head, last_head):
                 if item % num_threads == thread:
@@ -61,14 +61,14 @@ def attend(
                         qkv + 2 * row * (num_heads + 2 * num_kv) * head_dim,
                         out + 2 * row * num_heads * head_dim, kv, pages + 8 * r * num_pages, first_R[r],
                         rows_R[r], page_size, num_heads, num_kv, head_dim, head, begin,
-                        min(begin + _GROUP, num_stacked), scale, causal, window, tree, depth, scratch,
+                        min(begin + _GROUP, num_stacked), scale, causal, window, own, depth, scratch,
                     )  # fmt: skip
                 item += 1
         row += rows_R[r]
 
 
 @elements
-def _tree_at(paths, row, depth):
+def _paths_at(paths, row, depth):
     """Return the address of a request's paths, from its first row's; 0 if it is a chain."""
     if paths == 0:
         return paths
@@ -78,11 +78,11 @@ def _tree_at(paths, row, depth):
 
 def _attend_group(
     qkv, out, kv, pages, first, num_rows, page_size, num_heads, num_kv, head_dim, head, begin, end, scale,
-    causal, window, tree, depth, scratch,
+    causal, window, paths, depth, scratch,
 ):  # fmt: skip
     """Compute stacked rows [begin, end) of one K/V head of one request; `begin` is a multiple of 16.
 
-    `tree` is the address of the request's paths, 0 for a chain.
+    `paths` is the address of the request's paths, 0 for a chain.
     """
 
 

@@ -192,7 +192,7 @@ class FusedForward:
         num_rows, hidden = x_NH.shape
         if num_rows > self._most_rows or contexts.longest > self._most_keys:
             self._grow_work(max(num_rows, self._most_rows), max(contexts.longest, self._most_keys))
-        paths_ND = contexts.tree_paths_ND
+        paths_ND = contexts.paths_ND
         paths, depth = (0, 0) if paths_ND is None else (paths_ND.ctypes.data, paths_ND.shape[1])
         normed_NH = x_NH.new_empty(_room(num_rows), hidden)
         taps_NmH = x_NH.new_empty(num_rows, self._num_taps, hidden) if self._num_taps else None

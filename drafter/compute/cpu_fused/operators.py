@@ -108,7 +108,7 @@ class PagedContexts:
         first_R, rows_R: absolute position of each request's first row, and its rows.
         pages_RP, pages_address: page ids of each request from position 0 on; their address.
         longest: length of the longest context.
-        tree_paths_ND: int32, the rows' paths (`draft_trees.py`); None if all requests are chains.
+        paths_ND: int32, the rows' paths (`draft_trees.py`); None if all requests are chains.
     """
 
     first_R: Ints
@@ -117,7 +117,7 @@ class PagedContexts:
     pages_address: int
     page_size: int
     longest: int
-    tree_paths_ND: Ints | None = None
+    paths_ND: Ints | None = None
 
     @staticmethod
     def build(
@@ -127,13 +127,11 @@ class PagedContexts:
         page_size: int,
         device: Device,
         window: int | None = None,
-        tree_paths_ND: Ints | None = None,
+        paths_ND: Ints | None = None,
     ) -> PagedContexts:
-        if tree_paths_ND is not None:
-            tree_paths_ND = np.ascontiguousarray(tree_paths_ND, dtype=np.int32)
+        if paths_ND is not None:
+            paths_ND = np.ascontiguousarray(paths_ND, dtype=np.int32)
         first_R, rows_R = (np.ascontiguousarray(x, dtype=np.int64) for x in (first_R, rows_R))
         longest = int((first_R + rows_R).max())
         pages_RP = np.ascontiguousarray(pages_RP, dtype=np.int64)
-        return PagedContexts(
-            first_R, rows_R, pages_RP, pages_RP.ctypes.data, page_size, longest, tree_paths_ND
-        )
+        return PagedContexts(first_R, rows_R, pages_RP, pages_RP.ctypes.data, page_size, longest, paths_ND)

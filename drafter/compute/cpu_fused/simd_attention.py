@@ -48,7 +48,7 @@ def row_scratch_bytes(longest: int, head_dim: int) -> int:
 
 def attend_rows(
     qkv, out, kv, pages, first, num_rows, page_size, num_heads, num_kv, head_dim, head, row_begin, row_end,
-    scale, causal, window, tree, depth, scratch,
+    scale, causal, window, paths, depth, scratch,
 ):  # fmt: skip
     """Compute an item of attention; arguments: see `attention._attend_group`."""
     shared = num_heads // num_kv
@@ -72,16 +72,12 @@ def attend_rows(
         lowest, highest = num_keys, 0
         for i in range(count):
             row = at + i
-            position = first + row % num_rows
-            if tree != 0:
-                position = first + depth_of(tree, row % num_rows, depth)
+            position = position_of(first, row % num_rows, paths, depth)
             begin, end = 0, position + 1 if causal else num_keys
             if window >= 0:
                 begin, end = max(position - window + 1, 0), min(end, position + window)
             bounds_R2[i, 0], bounds_R2[i, 1] = begin, end
-            lowest, highest = min(lowest, begin), max(highest, end)
-            if tree != 0:
-                highest = max(highest, first + row % num_rows + 1)
+            lowest, highest = min(lowest, begin), max(highest, end, first + row % num_rows + 1)
             source = qkv + row % num_rows * row_bytes + 2 * (head * shared + row // num_rows) * head_dim
             place = queries + i * packed_row_bytes()
             pack_rows(source, _INT64, place, count * packed_row_bytes(), 1, head_dim)
@@ -95,10 +91,10 @@ def attend_rows(
         for i in range(count):
             mine = scores + i * ROW_BYTES
             low, high = bounds_R2[i, 0] - begin * CHUNK, bounds_R2[i, 1] - begin * CHUNK
-            if tree == 0:
+            if paths == 0:
                 soften_row(mine, count * ROW_BYTES, chunks, low, high, factor, total + 4 * i)
             else:
-                path = tree + 4 * depth * ((at + i) % num_rows)
+                path = paths + 4 * depth * ((at + i) % num_rows)
                 own, length = first - begin * CHUNK, bounds_R2[i, 1] - first
                 _gather_path(mine, count * ROW_BYTES, path, length, own)
                 soften_row(mine, count * ROW_BYTES, chunks, low, high, factor, total + 4 * i)
@@ -112,13 +108,15 @@ def attend_rows(
 
 
 @elements
-def depth_of(tree, row, depth):
-    """Return the depth of a row, at which its path ends with the row itself."""
-    path_D = carray(pointer(tree + 4 * depth * row, _INT32), (depth,))
+def position_of(first, row, paths, depth):
+    """Return the position of a request's row: as far from the first as it is in its path, or in the chain."""
+    if paths == 0:
+        return first + row
+    path_D = carray(pointer(paths + 4 * depth * row, _INT32), (depth,))
     at = 0
     while path_D[at] != row:
         at += 1
-    return at
+    return first + at
 
 
 @elements

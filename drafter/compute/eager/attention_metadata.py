@@ -127,18 +127,18 @@ class AttentionBatch:
         page_size: int,
         device: Device,
         window: int | None = None,
-        tree_paths_ND: Ints | None = None,
+        paths_ND: Ints | None = None,
     ) -> AttentionBatch:
         lengths_R = first_R + rows_R
         starts_R = np.cumsum(rows_R) - rows_R
         step = _Step(first_R, rows_R, lengths_R, starts_R, pages_RP, page_size, device, window)
-        if tree_paths_ND is None:
+        if paths_ND is None:
             return AttentionBatch(step.chains(np.arange(len(rows_R))), int(rows_R.sum()))
-        is_tree_R = tree_paths_ND[starts_R, 0] >= 0
+        is_tree_R = paths_ND[starts_R, 0] >= 0
         groups = step.chains(np.flatnonzero(~is_tree_R))
         for r in np.flatnonzero(is_tree_R).tolist():
             start = int(starts_R[r])
-            groups.append(step.tree(r, branches(tree_paths_ND[start : start + int(rows_R[r])])))
+            groups.append(step.tree(r, branches(paths_ND[start : start + int(rows_R[r])])))
         return AttentionBatch(groups, int(rows_R.sum()))
 
 

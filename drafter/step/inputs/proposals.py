@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....cluster.speculation.draft_tree import CopiedChain
 from ....cluster.step.scheduler_output import BoolArray, FloatArray
 
 
@@ -50,12 +49,6 @@ class CopiedDrafts(NamedTuple):
 
     tokens_RK: NDArray[np.int64]
     chances_RK: FloatArray
-
-    def chain(self, request: int, factor: float, *, is_main: bool) -> CopiedChain | None:
-        """Return a request's copy; None if there is none."""
-        count = int((self.tokens_RK[request] >= 0).sum())
-        tokens, chances = self.tokens_RK[request, :count].tolist(), self.chances_RK[request, :count].tolist()
-        return CopiedChain(tokens, chances, is_main, factor) if count else None
 
 
 @dataclass(frozen=True, slots=True)

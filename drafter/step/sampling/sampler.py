@@ -31,7 +31,7 @@ from ..inputs.logits_processors import apply_rules
 from ..inputs.proposals import BlockCandidates, Proposals
 from ..inputs.row_layout import StepRows
 from ..inputs.sampling_metadata import SamplingMetadata
-from .selector import SelectorCodebooks, tree_scores
+from .selector import SelectorCodebooks, scores_after_each
 from .step_ops import DEFINITION, StepOperators
 from .top_k_top_p import filter_logits
 
@@ -86,21 +86,21 @@ def select_paths(
     codebooks: SelectorCodebooks,
     operators: StepOperators = DEFINITION,
     *,
-    for_trees: bool = False,
+    keeps_candidates: bool = False,
 ) -> Proposals:
     """Return drafts and margins [R, W]; a margin is between scores after the token chosen before.
 
     Args:
         logits_XV: any float dtype, of `block`'s mask rows; may be edited.
         gates_XE: h, of the same rows.
-        for_trees: also return the candidates.
+        keeps_candidates: whether candidates are returned as well.
     """
     logits_XV = edit_logits(logits_XV, block.sampling, operators)
     found = operators.candidates(logits_XV, block.sampling, codebooks.top_k)
     proposals = operators.walk(*found, gates_XE, block, codebooks)
-    if not for_trees:
+    if not keeps_candidates:
         return proposals
-    scores_XPK = tree_scores(*found, gates_XE, block, codebooks)
+    scores_XPK = scores_after_each(*found, gates_XE, block, codebooks)
     return replace(proposals, candidates=(BlockCandidates(found[1], scores_XPK, block.counts_R),))
 
 

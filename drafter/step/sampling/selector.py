@@ -91,7 +91,7 @@ def walk(
     return _follow(best_XP, margins_XP, ids_XK, block)
 
 
-def tree_scores(
+def scores_after_each(
     z_XK: Tensor, ids_XK: Tensor, gates_XE: Tensor, block: StepRows, codebooks: SelectorCodebooks
 ) -> Tensor:
     """Return the fp32 scores [X, P, K] of candidates after each of the row before, with filters and noise.

@@ -14,7 +14,13 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from ....cluster.speculation.draft_tree import AcceptanceCurve, Restriction, candidate_chances, grow_tree
+from ....cluster.speculation.draft_tree import (
+    AcceptanceCurve,
+    CopiedChain,
+    Restriction,
+    candidate_chances,
+    grow_tree,
+)
 from ....cluster.speculation.draft_trimming import Floats, prefixes_to_verify, tree_gain
 from ....cluster.step.scheduler_output import SchedulerOutput, TreeGain
 from ..inputs.draft_trees import DraftTrees
@@ -43,10 +49,8 @@ def grow_trees(
         depth = len(ids_DC)
         of_request = AcceptanceCurve(curve.bias_D[:depth] + bias_R[r], curve.slope_D[:depth])
         chances_DPC = candidate_chances(scores_DPC, of_request, shape.factors) if depth else scores_DPC
-        copy = None
-        if proposals.copies is not None and proposals.is_copied_R is not None:
-            copy = proposals.copies.chain(r, shape.fork, is_main=bool(proposals.is_copied_R[r]))
         limits = (int(plan.num_drafts[r]), shape.width, shape.factors[0])
+        copy = _copied_chain(proposals, r, shape.fork)
         nodes = grow_tree(chances_DPC, ids_DC, *limits, restrictions.get(r), copy)
         trees.write(r, nodes)
         survivals_RM[r, : len(nodes.parents)] = nodes.survivals
@@ -56,6 +60,15 @@ def grow_trees(
     grow_s = time.perf_counter() - begin_s
     gain = tree_gain(survivals_RM, trees.main_nodes(), num_other_rows, trim, grow_s)
     return trees.cut(prefixes_to_verify(survivals_RM, trees.num_nodes_R, num_other_rows, trim)), gain
+
+
+def _copied_chain(proposals: Proposals, r: int, factor: float) -> CopiedChain | None:
+    """Return what is copied for a request; None if nothing is."""
+    copies, is_copied_R = proposals.copies, proposals.is_copied_R
+    if copies is None or is_copied_R is None or not (count := int((copies.tokens_RK[r] >= 0).sum())):
+        return None
+    tokens, chances = copies.tokens_RK[r, :count].tolist(), copies.chances_RK[r, :count].tolist()
+    return CopiedChain(tokens, chances, bool(is_copied_R[r]), factor)
 
 
 def _blocks(proposals: Proposals, plan: SchedulerOutput) -> Iterator[tuple[int, NDArray[np.int64], Floats]]:

@@ -141,10 +141,8 @@ def measure_suite(
             for t, source in kinds.items()
         ]
         info = full_length.info
-        sizes = (info.num_speculative_tokens, info.tree_width, info.tree_size)
-        return dict(
-            zip(("num_speculative_tokens", "tree_width", "tree_size"), sizes, strict=True)
-        ), acceptance
+        sizes = {"num_speculative_tokens": info.num_speculative_tokens, **info.draft_shape.settings()}
+        return sizes, acceptance
 
 
 @contextmanager

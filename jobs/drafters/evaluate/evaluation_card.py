@@ -20,6 +20,7 @@ from ....actors.checkpoints.published_models import models_and_drafters
 from ....actors.system.atomic_files import write_atomically, write_json
 from ....cluster.errors import ConfigError
 from ....cluster.records.repetition import REPEATED_TOKENS
+from ....cluster.step.draft_shape import DraftShape
 from ...bench.common.idle_check import idleness_warning, print_warning
 from ...common.plots import Picture, can_plot, draw_shares, rows_size, write_svgs
 from ...common.tables import NO_FIGURE, print_table
@@ -167,7 +168,7 @@ def _card(figures: Figures, *, has_picture: bool) -> str:
         prompts=figures["suite"]["prompts"],
         drafts=_drafts(figures),
         settings=_settings(figures),
-        by_draft=_BY_DEPTH if _has_trees(figures) else _BY_DRAFT,
+        by_draft=_BY_DEPTH if _shape(figures).branches else _BY_DRAFT,
         max_tokens=figures["options"]["max_tokens"],
         repeated_tokens=REPEATED_TOKENS,
         machine=machine,
@@ -186,7 +187,7 @@ def _idleness(figures: Figures) -> list[Figures]:
 def _metadata(figures: Figures) -> ModelCardData:
     """Return the hub's metadata; `base_model` is left out for a target that the hub cannot link."""
     target, suite = figures["engine"]["model"], figures["suite"]["name"]
-    what = "tokens per step of trees" if _has_trees(figures) else "tokens per step"
+    what = "tokens per step of trees" if _shape(figures).branches else "tokens per step"
 
     def result(kind: str, name: str, value: float) -> EvalResult:
         return EvalResult("text-generation", suite, suite, kind, round(value, 4), metric_name=name)
@@ -226,18 +227,12 @@ def _metadata(figures: Figures) -> ModelCardData:
     )
 
 
-def _has_trees(figures: Figures) -> bool:
-    return figures["suite"]["tree_width"] > 1
+def _shape(figures: Figures) -> DraftShape:
+    return DraftShape.read(figures["suite"])
 
 
 def _drafts(figures: Figures) -> str:
-    size = figures["suite"]
-    if not _has_trees(figures):
-        return f"chains of {size['num_speculative_tokens']} drafts"
-    return (
-        f"trees of {size['tree_size']} drafts (depth {size['num_speculative_tokens']}, width "
-        f"{size['tree_width']})"
-    )
+    return _shape(figures).describe(figures["suite"]["num_speculative_tokens"])
 
 
 def _settings(figures: Figures) -> str:

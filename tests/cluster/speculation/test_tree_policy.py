@@ -16,6 +16,7 @@ from manta.cluster.simulation.simulated_trees import SHARES, simulate_trees
 from manta.cluster.speculation.draft_trimming import TRIM_S, prefixes_to_verify, tree_gain
 from manta.cluster.speculation.step_cost_model import StepLoad
 from manta.cluster.speculation.tree_policy import BranchModel, TreeGains
+from manta.cluster.step.draft_shape import UNBRANCHED, DraftShape
 from manta.cluster.step.dummy_steps import dummy_step
 from manta.cluster.step.scheduler_output import StepResult, TreeGain, TreeOutcome, TreeShape, Trim
 from support.engines.cluster_checker import SimulatedEngine, make_info, simulated_engine
@@ -42,7 +43,8 @@ def served(
     **spec: object,
 ) -> tuple[float, EngineStats]:
     """Tokens per second until the first request ends, and the engine's stats then."""
-    info = make_info(**FACTS, num_speculative_tokens=15, row_buckets=row_buckets, **tree)
+    shape = DraftShape.read(tree) if tree else UNBRANCHED
+    info = make_info(**FACTS, num_speculative_tokens=15, row_buckets=row_buckets, draft_shape=shape)
     engine = simulated_engine(
         info,
         tuple(chance**k for k in range(1, 16)),
@@ -104,7 +106,7 @@ def test_a_step_that_was_to_grow_trees_and_did_not_is_not_charged_for_a_trim() -
         def collect(self) -> StepResult:
             return replace(super().collect(), trees=None, tree_gain=None)
 
-    info = make_info(**FACTS, num_speculative_tokens=15, **TREE)
+    info = make_info(**FACTS, num_speculative_tokens=15, draft_shape=DraftShape.read(TREE))
     config = EngineConfig.from_dict({"model": "t", "speculative_config": {"model": "d", **TREE}})
     cost = LinearCost(verify_floor_s=1.5 * TRIM_S)
     engine = SimulatedEngine(config, WithoutTrees(info, [0.9**k for k in range(1, 16)], cost))

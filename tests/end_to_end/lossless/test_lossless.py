@@ -83,7 +83,7 @@ def test_no_token_changes_in_batches_of_eight_with_every_setting(
     assert not wrong, "these (knob, prompt) differ"
     assert (stats.num_accepted_tokens > 0) == (drafts is not None), "drafts never accepted prove little"
     if isinstance(drafts, Tree):
-        assert llm.info.tree_size == drafts.size
+        assert llm.info.draft_shape.size == drafts.size
         assert 0 < 2 * stats.num_trees <= stats.tree_widths and stats.num_trees <= stats.tree_depths
     if pair.spec.spec.get("suffix_drafts"):
         assert stats.num_copied_draft_tokens > 0

@@ -23,6 +23,7 @@ from manta.cluster.errors import ConfigError, DatasetError
 from manta.cluster.records.confidence_intervals import ratio_of_sums, student_t
 from manta.cluster.request.request import SamplingParams
 from manta.cluster.simulation.simulated_executor import LinearCost, SimulatedExecutor
+from manta.cluster.step.draft_shape import UNBRANCHED, DraftShape
 from manta.cluster.step.executor import ExecutorInfo
 from manta.drafter.card import min_card_length
 from manta.jobs.bench.common.request_source import RequestSource
@@ -93,9 +94,6 @@ SURVIVAL = (0.85, 0.6, 0.45, 0.3, 0.2)
 def executor(config: EngineConfig) -> SimulatedExecutor:
     spec = config.speculative_config
     drafts = () if spec is None else SURVIVAL
-    tree: dict[str, Any] = {}
-    if spec is not None and spec.tree_width > 1:
-        tree = {"tree_width": spec.tree_width, "tree_size": spec.tree_size}
     info = ExecutorInfo(
         num_pages=(512,),
         page_size=16,
@@ -105,7 +103,7 @@ def executor(config: EngineConfig) -> SimulatedExecutor:
         num_speculative_tokens=len(drafts),
         dtype="float32",
         device="cpu",
-        **tree,
+        draft_shape=UNBRANCHED if spec is None else DraftShape(spec.tree_width, spec.tree_size),
     )
     return SimulatedExecutor(info, drafts, LinearCost(verify_floor_s=4e-3, draft_floor_s=1e-3))
 

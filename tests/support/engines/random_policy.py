@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from manta.cluster.speculation.draft_length_policy import DecodeBatch, DraftChoice, DraftLengthPolicy
 from manta.cluster.speculation.step_cost_model import StepLoad
-from manta.cluster.step.scheduler_output import FloatArray, SchedulerOutput, TreeGain, Trim
+from manta.cluster.step.scheduler_output import FloatArray, SchedulerOutput, StepResult, Trim
 
 
 class RandomPolicy(DraftLengthPolicy):
@@ -40,5 +40,5 @@ class RandomPolicy(DraftLengthPolicy):
             rate=float(random.uniform(0, 9)),
         )
 
-    def observe_trees(self, choice: DraftChoice, load: StepLoad, gain: TreeGain) -> None:
+    def observe_shaped(self, choice: DraftChoice, load: StepLoad, result: StepResult) -> None:
         """Learn nothing: a random choice has no estimate to compare a tree with."""

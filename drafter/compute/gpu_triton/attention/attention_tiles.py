@@ -67,7 +67,7 @@ class PagedRows:
         page_table: int32 [slots, P], page ids from position 0 on; none past a request's length is read.
         max_rows: maximum rows of a request (host integer, at least 1: it determines the tiles).
         host_spans_B2: first position and rows of each request, on the host, if known: for prompts, which
-            have no padding. None for decoding.
+            have no padding. None for decoding, so that rows with a tree have none.
         tree: None if all requests are chains.
     """
 
@@ -79,6 +79,11 @@ class PagedRows:
     host_spans_B2: Ints | None = None
     tree: TreeRows | None = None
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether a row sees some of its request's rows, by a mask, which takes registers."""
+        return self.tree is not None
+
 
 def rows_from_host(
     first_R: Ints,
@@ -87,7 +92,7 @@ def rows_from_host(
     page_size: int,
     device: Device,
     window: int | None = None,
-    tree_paths_ND: Ints | None = None,
+    paths_ND: Ints | None = None,
 ) -> PagedRows:
     """Return a step's rows, which the host knows; see `backend.Backend.attention_batch`."""
 
@@ -95,8 +100,8 @@ def rows_from_host(
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(device)
 
     tree = None
-    if tree_paths_ND is not None:
-        tree = TreeRows(put(tree_paths_ND), put(positions_of(tree_paths_ND, first_R, rows_R)))
+    if paths_ND is not None:
+        tree = TreeRows(put(paths_ND), put(positions_of(paths_ND, first_R, rows_R)))
     return PagedRows(
         slots_B=put(np.arange(len(rows_R))),
         cu_rows=put(np.concatenate(([0], np.cumsum(rows_R)))),
@@ -195,11 +200,11 @@ class TileSizes:
 
 
 def choose_tiles(
-    kind: AttentionKind, max_rows: int, *, batch_invariant: bool = False, has_trees: bool = False
+    kind: AttentionKind, max_rows: int, *, batch_invariant: bool = False, has_masks: bool = False
 ) -> TileSizes:
     """Choose tiles from shapes alone: at most four per kind, in invariant mode one."""
     group, width = kind.num_heads // kind.num_kv_heads, tile_width(kind.head_dim)
-    block_keys = _block_keys(width, kind.dtype.itemsize, needs_registers=batch_invariant or has_trees)
+    block_keys = _block_keys(width, kind.dtype.itemsize, needs_registers=batch_invariant or has_masks)
     values = _BLOCK_VALUES[kind.dtype.itemsize]
     if batch_invariant:  # three accumulators at once: half the rows if heads are wide, and more warps
         wanted_rows, most_rows = _INVARIANT_BLOCK_ROWS, values // 2 // width
@@ -257,8 +262,8 @@ def list_work(kind: AttentionKind, rows: PagedRows, workspace: AttentionWorkspac
     """Build the work list in one launch; the host need not know the contents of `rows`."""
     num_requests = len(rows.slots_B)
     max_rows = min(rows.max_rows, kind.most_rows)
-    has_trees = rows.tree is not None
-    tiles = choose_tiles(kind, max_rows, batch_invariant=workspace.batch_invariant, has_trees=has_trees)
+    how = {"batch_invariant": workspace.batch_invariant, "has_masks": rows.has_masks}
+    tiles = choose_tiles(kind, max_rows, **how)
     max_keys = rows.page_table.shape[1] * kind.page_size
     maximum = tiles.num_programs(num_requests, max_rows, kind.num_kv_heads, max_keys)
     values = torch.empty(HEADER.value + 2 * num_requests + 1, dtype=torch.int32, device=rows.cu_rows.device)

@@ -70,10 +70,10 @@ def latent_kind(
     return AttentionKind(*sizes, dtype, page_size, causal, window, first_key, tile_rows=tile_rows)
 
 
-def _tile_rows(pages_PSW: Tensor, dtype: torch.dtype, *, has_trees: bool) -> int | None:
+def _tile_rows(pages_PSW: Tensor, dtype: torch.dtype, *, has_masks: bool) -> int | None:
     if pages_PSW.dtype is not dtype:
         return _HEADS_E4M3
-    return _HEADS_TALL if _holds_tall_tiles(pages_PSW.device) and not has_trees else None
+    return _HEADS_TALL if _holds_tall_tiles(pages_PSW.device) and not has_masks else None
 
 
 @cache
@@ -115,7 +115,7 @@ class TritonLatentAttention:
                 window=shape.window,
                 first_key=shape.first_key,
                 batch_invariant=self._batch_invariant,
-                tile_rows=_tile_rows(pages_PSW, qkv_NO.dtype, has_trees=rows.tree is not None),
+                tile_rows=_tile_rows(pages_PSW, qkv_NO.dtype, has_masks=rows.has_masks),
             )
             if expansion is not None:
                 kind = replace(kind, most_rows=expansion.workspace.fewest - 1)
