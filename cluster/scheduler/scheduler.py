@@ -204,7 +204,7 @@ class Scheduler:
         table = self.table
         # A step with k drafts yields up to k + 1 tokens.
         remaining_R = table.max_length_S[slots_R] - num_tokens_R - 1
-        if (shape := self.config.draft_shape).width > 1:
+        if (shape := self.config.draft_shape).branches:
             remaining_R = shape.limit(remaining_R, self.config.max_length - num_tokens_R - 1)
         drafts_R = np.minimum(table.max_drafts_S[slots_R], remaining_R)
         if self.kv_cache_manager.has_windows:

@@ -78,10 +78,15 @@ class FlashAttention:
     def prepare(self, kind: AttentionKind, rows: PagedRows) -> _Prepared | WorkList:
         """Return what layers of a kind share; requests are prompts if the host knows their lengths.
 
-        The package has no masks of some of a request's rows, which rows from the host do not need then.
+        The package has no masks of a tree's ancestors.
         """
         is_supported = kind.head_dim <= self._package.max_head_dim and kind.first_key == 0
-        if rows.host_spans_B2 is None or not is_supported or kind.v_head_dim != kind.head_dim:
+        if (
+            rows.host_spans_B2 is None
+            or rows.tree is not None
+            or not is_supported
+            or kind.v_head_dim != kind.head_dim
+        ):
             return self._split.prepare(kind, rows)
         return _Prepared(kind, rows.page_table.index_select(0, rows.slots_B))
 
