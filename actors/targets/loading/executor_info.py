@@ -61,5 +61,5 @@ def _runs_ahead(resolved: ResolvedConfig) -> bool:
 
 def device_limits(resolved: ResolvedConfig) -> tuple[int, int]:
     """Return the largest number of requests in a step, and of rows that sample a token."""
-    max_requests, budget = resolved.config.max_num_seqs, resolved.max_num_batched_tokens
-    return min(max_requests, budget), min(max_requests * (1 + resolved.max_drafts), budget)
+    max_requests, _, max_rows, _ = resolved.step_sizes
+    return max_requests, min(max_requests * (1 + resolved.max_drafts), max_rows)
