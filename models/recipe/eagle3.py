@@ -39,6 +39,7 @@ from ...jobs.training.heads.recipes import Teaching, TrainSettings
 from ...jobs.training.heads.stored_outputs import BatchOutputs
 from ...jobs.training.heads.trainables import Trainable, output_layout, read_target
 from ...jobs.training.loop.continuations import ContinuationRequest, Continuations, PaddedBatch
+from ...jobs.training.loop.precision import autocast
 from ...jobs.training.loop.training_loop import Length, Schedule, Step
 from ...jobs.training.train_drafter import ANSWERS, DATA, HELD_OUT, OUTPUTS, train
 
@@ -155,7 +156,7 @@ def chain_loss(
     num_sequences, num_tokens = tokens_BT.shape
     rows_R = torch.arange(num_tokens - 1, device=device)
     begins_BR = rows_R + 1 >= first_B[:, None]
-    with torch.autocast(device.type, torch.bfloat16):
+    with autocast(device):
         chains = head.chains(outputs.features_BTF[:, :-1])
     candidates = outputs.candidates(head.config.vocab_size, seed)
     teacher_MC, teaching = outputs.teacher_logits(candidates), settings.teaching.at(step.progress)
@@ -167,7 +168,7 @@ def chain_loss(
     losses: list[torch.Tensor] = []
     for depth in range(settings.depth):
         read_BR = (rows_R + 1 + depth).clamp(max=num_tokens - 1).expand(num_sequences, -1)
-        with torch.autocast(device.type, torch.bfloat16):
+        with autocast(device):
             hidden_BRD = chains.step(target.embed(tokens_BT.gather(1, read_BR)))
         counted_BR = begins_BR & (rows_R + 2 + depth < length_B[:, None])
         counted_BRN[..., depth] = counted_BR
@@ -230,10 +231,10 @@ class ChainProposals:
         device, rows_A = tokens_T.device, anchors_A - 1
         read_R = tokens_T[1:].clone()
         drafts: list[torch.Tensor] = []
-        with torch.autocast(device.type, torch.bfloat16):
+        with autocast(device):
             chains = self._head.chains(features_TF[None, :-1])
         for depth in range(self._num_drafts):
-            with torch.autocast(device.type, torch.bfloat16):
+            with autocast(device):
                 hidden_RD = chains.step(self._target.embed(read_R[None]))[0]
             logits_AV = self._target.head(hidden_RD[rows_A]).float()
             drafts.append(sample_rows(logits_AV, sampling(question, anchors_A + 1 + depth)))

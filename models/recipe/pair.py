@@ -56,7 +56,7 @@ NUM_QUESTIONS = 9000
 EVALUATION_TEMPERATURES = (0.0, 1.0)
 HELD_OUT_WINDOW_TOKENS, HELD_OUT_SEQUENCES = 512, 64
 # The last stage trains the drafter that was trained with the target, with one more layer and a selector.
-SHIPPED = replace(further_recipe("selector"), num_layers=4)
+SHIPPED = replace(further_recipe("selector", is_small=False), num_layers=4)
 TARGET_RUN, TOGETHER_RUN, DRAFTER_RUN = "target", "together", "drafter"
 # What the pair learns together ends where 8 tokens repeat; the figures' 4 would cut a third more.
 SURE_REPEATED_TOKENS = 8

@@ -16,6 +16,7 @@ from ...jobs.training.heads.chunked_cross_entropy import row_losses
 from ...jobs.training.heads.dflash_module import weighted_sum
 from ...jobs.training.heads.export import write_checkpoint
 from ...jobs.training.loop.muon_adamw import HybridOptimizer
+from ...jobs.training.loop.precision import autocast
 from ...jobs.training.loop.training_loop import Length, Report, Schedule, Step, StepLoss, TrainingLoop
 from .tokenizer import MAX_CONTEXT_TOKENS, VOCAB_SIZE
 from .tokens import TokenStore, WindowReader
@@ -121,8 +122,8 @@ def tame_unseen_embedding(model: Qwen3ForCausalLM, token_id: int) -> None:
 
 
 def next_token_loss(model: Qwen3ForCausalLM, batch_BT: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy in nats. Products are bf16, the loss is fp32."""
-    with torch.autocast(batch_BT.device.type, torch.bfloat16):
+    """Return the mean cross-entropy in nats. Products are bf16 where that is fast, the loss is fp32."""
+    with autocast(batch_BT.device):
         logits_BTV = model(input_ids=batch_BT, use_cache=False).logits
     return row_losses(logits_BTV[:, :-1].flatten(0, 1), batch_BT[:, 1:].flatten()).loss_R.mean()
 

@@ -27,6 +27,7 @@ from ...jobs.training.heads.dflash_loss import (
 from ...jobs.training.heads.dflash_module import TrainableDrafter
 from ...jobs.training.loop.continuations import ContinuationReader, Continuations, PaddedBatch
 from ...jobs.training.loop.muon_adamw import HybridOptimizer
+from ...jobs.training.loop.precision import autocast
 from ...jobs.training.loop.training_loop import Length, Report, Schedule, Step, StepLoss, TrainingLoop
 
 
@@ -96,7 +97,7 @@ def _losses(
     blocks: Blocks,
     settings: TogetherSettings,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    with torch.autocast(tokens_BT.device.type, torch.bfloat16):
+    with autocast(tokens_BT.device):
         states = target.model(tokens_BT, use_cache=False, output_hidden_states=True)
         features = torch.cat([states.hidden_states[i + 1] for i in drafter.config.target_layer_ids], dim=-1)
         p_RV = target.lm_head(states.last_hidden_state.flatten(0, 1))

@@ -138,7 +138,7 @@ def _settings(options: TrainOptions, target: ModelSpec) -> DrafterSettings:
             "--block-size applies only to a new drafter; --from has its own block size.", param="from"
         )
     if options.initial is not None:
-        settings = further_recipe(options.head)
+        settings = further_recipe(options.head, is_small=is_small(target))
     else:
         settings = new_recipe(options.head, is_small=is_small(target))
     if options.layers is not None:

@@ -15,6 +15,7 @@ import torch
 
 from ....cluster.speculation.acceptance_length import expected_acceptance_length
 from ..loop.continuations import PaddedBatch
+from ..loop.precision import autocast
 from ..loop.training_loop import Step
 from .chunked_cross_entropy import RowLosses, Teacher, row_losses
 from .dflash_module import TrainableDrafter
@@ -67,7 +68,7 @@ def block_losses(
     The engine's selector chooses among few; here all are scored, since sampling noise selects others, too.
     """
     selector, token_ids_C = drafter.candidate_selector, candidates.token_ids_C
-    with torch.autocast(target.device.type, torch.bfloat16):
+    with autocast(target.device):
         hidden_BASD = drafter(outputs.features_BTF, target.embed(blocks.inputs), blocks.anchors)
         hidden_RD = hidden_BASD[..., 1:, :].flatten(0, 2)
         logits_RC = (

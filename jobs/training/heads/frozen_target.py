@@ -30,6 +30,7 @@ from ....drafter.compute.backend import PlacedRows
 from ....drafter.compute.eager.backend import EagerBackend
 from ....drafter.compute.memory.kv_cache import PagedKVCache
 from ....drafter.compute.memory.recurrent_state_cache import StateMemory, StateRows
+from ..loop.precision import product_dtype
 
 
 class FrozenTarget:
@@ -43,7 +44,8 @@ class FrozenTarget:
         if device.type == "cpu":
             stored = read_model(resolve_checkpoint(str(target), field="target")).dtype
             settings["attention_backend"] = "torch"
-            settings["dtype"] = "float32" if stored == "float32" else "bfloat16"
+            in_fp32 = stored == "float32" or product_dtype("cpu") is torch.float32
+            settings["dtype"] = "float32" if in_fp32 else "bfloat16"
         resolved = resolve_config(EngineConfig.from_dict(settings))
         self.spec, self.device, self.dtype = resolved.target, device, resolved.dtype
         self.weights = Checkpoints(dequantizes=True).target(resolved, Sharding(resolved.target, 0, 1))

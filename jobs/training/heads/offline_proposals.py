@@ -17,6 +17,7 @@ from ....drafter.step.inputs.sampling_metadata import SamplingMetadata
 from ....drafter.step.sampling.sampler import sample_rows, select_paths
 from ....drafter.step.sampling.selector import SelectorCodebooks
 from ..loop.continuations import ContinuationRequest
+from ..loop.precision import autocast
 from .dflash_module import TrainableDrafter
 from .frozen_target import FrozenTarget
 
@@ -41,7 +42,7 @@ class BlockProposals:
         num_slots = drafter.config.max_drafts
         blocks_AS = torch.full((len(anchors_A), num_slots + 1), drafter.config.mask_token_id, device=device)
         blocks_AS[:, 0] = tokens_T[anchors_A]
-        with torch.autocast(device.type, torch.bfloat16):
+        with autocast(device):
             hidden_ASD = drafter(features_TF[None], self._target.embed(blocks_AS[None]), anchors_A[None])[0]
         hidden_RD = hidden_ASD[:, 1:].flatten(0, 1).to(self._target.dtype)
         positions_AN = anchors_A[:, None] + torch.arange(1, num_slots + 1, device=device)

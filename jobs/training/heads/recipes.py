@@ -78,6 +78,8 @@ class DrafterSettings(TrainSettings):
 
 
 _SELECTOR = SelectorSize(rank=128, top_k=16)
+# Codebooks have a row per token: 49,152 of rank 128 are as large as three layers of width 576.
+_SMALL_SELECTOR = replace(_SELECTOR, rank=24)
 _PLAIN = DrafterSettings(
     block_sizes=(16, 8),
     num_anchors=32,
@@ -96,10 +98,17 @@ _PARTS: Mapping[Head, DrafterSettings] = {
 
 def new_recipe(head: Head, *, is_small: bool) -> DrafterSettings:
     """Return the recipe for a new drafter: blocks of 16, of 8 for a small target, which says less surely."""
-    return _PARTS[head].with_blocks(8) if is_small else _PARTS[head]
+    return _fitted(head).with_blocks(8) if is_small else _PARTS[head]
 
 
-def further_recipe(head: Head) -> DrafterSettings:
+def further_recipe(head: Head, *, is_small: bool) -> DrafterSettings:
     """Return the recipe for a trained drafter: lower rates, and the rejection probability from the start."""
     teaching = Teaching(distance_share=0.7, distance_from=0.0)
-    return replace(_PARTS[head], matrix_lr=2e-3, other_lr=5e-3, teaching=teaching)
+    parts = _fitted(head) if is_small else _PARTS[head]
+    return replace(parts, matrix_lr=2e-3, other_lr=5e-3, teaching=teaching)
+
+
+def _fitted(head: Head) -> DrafterSettings:
+    """Return the parts of a drafter for a small target."""
+    parts = _PARTS[head]
+    return parts if parts.selector is None else replace(parts, selector=_SMALL_SELECTOR)

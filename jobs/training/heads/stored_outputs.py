@@ -33,6 +33,7 @@ from ....cluster.errors import ConfigError
 from ...common.progress import format_duration
 from ..loop.answering import keep_seconds_used, seconds_used
 from ..loop.continuations import ContinuationReader, Continuations, PaddedBatch
+from ..loop.precision import product_dtype
 from ..loop.training_loop import Report, TimeBudget
 from .frozen_target import FrozenTarget
 
@@ -64,7 +65,7 @@ class BatchOutputs:
     """Outputs of the target for a padded batch.
 
     Attributes:
-        features_BTF: tapped features in bf16, zero at a sequence's last token and after it.
+        features_BTF: tapped features in `product_dtype`, zero at a sequence's last token and after it.
         likeliest_MK, log_probs_MK: likeliest tokens (int64) and log-probabilities (fp32) of all sequences.
         answers_M: the tokens at the answer positions.
         starts_B, last_B: the row of position p of sequence b is `starts_B[b] + p`, up to p = `last_B[b]`.
@@ -130,7 +131,7 @@ class StoredOutputs:
         rows_B = batch.length - batch.first
         answers = [ids[f:] for ids, f in zip(sequences, first, strict=True)]
         return BatchOutputs(
-            torch.from_numpy(features_BTF).view(torch.bfloat16).to(device),
+            torch.from_numpy(features_BTF).view(torch.bfloat16).to(device, product_dtype(device.type)),
             torch.from_numpy(np.concatenate([each.likeliest_ids for each in found])).to(device).long(),
             torch.from_numpy(np.concatenate([each.log_probs for each in found])).to(device).float(),
             torch.from_numpy(np.concatenate(answers)).to(device),

@@ -7,10 +7,52 @@ from typing import Any
 import torch
 from torch import nn
 
+from .precision import product_dtype
+
 # Any: a snapshot is torch.save's own tree of tensors, numbers and containers.
 Snapshot = dict[str, Any]
 
 _TABLES = ("embed", "lm_head", "codebook")  # 2-D, but with a row per token
+
+
+class Float32Muon(torch.optim.Muon):
+    """torch.optim.Muon with products in fp32 instead of bf16, for CPUs where these are faster.
+
+    Nesterov momentum, and learning rates adjusted by "match_rms_adamw".
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                if matrix.grad is None:
+                    continue
+                state, momentum = self.state[matrix], group["momentum"]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(matrix)
+                buffer = state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
+                update = orthogonalized(
+                    matrix.grad.lerp(buffer, momentum), group["ns_coefficients"], group["ns_steps"]
+                )
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                matrix.add_(update, alpha=-group["lr"] * 0.2 * max(matrix.shape) ** 0.5)
+
+
+def orthogonalized(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], num_steps: int
+) -> torch.Tensor:
+    """Return about U V^T of the SVD U S V^T, by Newton-Schulz steps x <- (a + b x x^T + c (x x^T)^2) x.
+
+    Source: https://kellerjordan.github.io/posts/muon.
+    """
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
 
 
 class HybridOptimizer:
@@ -18,7 +60,8 @@ class HybridOptimizer:
 
     def __init__(self, model: nn.Module, matrix_lr: float, other_lr: float, weight_decay: float) -> None:
         matrices, others = split_parameters(model)
-        muon = torch.optim.Muon(
+        in_bf16 = product_dtype(matrices[0].device.type) is torch.bfloat16
+        muon = (torch.optim.Muon if in_bf16 else Float32Muon)(
             matrices, lr=matrix_lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
         )
         adamw = torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
