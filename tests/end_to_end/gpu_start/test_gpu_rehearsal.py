@@ -76,6 +76,8 @@ IF_CHANGED: dict[str, dict[str, Any]] = {
         "engine": {"max_num_seqs": 2},
     },
 }
+# With the first expert of a rank as a constant, where ranks have whole experts (docs/benchmarks/gpu.md).
+OF_EXPERTS = {"_list_tiles", "_add_up"}
 # Ranks, and what they start.
 OF_RANKS: dict[str, tuple[int, dict[str, Any]]] = {
     "two of gpt-oss": (2, {"model": GPT_OSS}),
@@ -189,7 +191,11 @@ def test_ranks_meet_in_the_same_collectives(ranks: int, settings: dict[str, Any]
     for found in (first, *others):
         assert found["violations"] == {} and found["new_in_capture"] == {} == found["new_after_start"]
         assert found["collectives"] == first["collectives"]
-        assert found["variants"] == first["variants"] or has_features, "`manta compile` starts the first rank"
+        others_kernels = {
+            name for name, keys in found["variants"].items() if keys != first["variants"].get(name)
+        }
+        assert others_kernels <= OF_EXPERTS or has_features, "`manta compile` starts the first rank"
+        assert not others_kernels or ranks > 2 or has_features, "ranks have parts of all experts"
 
 
 @pytest.mark.if_changed
