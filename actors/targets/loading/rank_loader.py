@@ -133,7 +133,7 @@ def start_runner(
         check_invariance(resolved, rank.backend)
         num_pages, num_states = rank.affordable_cache()
         runner = rank.runner(num_pages, num_states)
-        warm_up(runner, resolved, num_pages)
+        warm_up(runner, resolved, num_pages, num_states)
         runner.prepare()
     if compiled:
         logger.info("%s", compiled)

@@ -18,7 +18,7 @@ from ....cluster.pages.kv_cache_groups import pages_for
 from ....cluster.request.request import LogitsProcessorParams
 from ....cluster.request.structured_outputs import Grammar, SlotGrammar
 from ....cluster.step.dummy_steps import GREEDY, dummy_step, dummy_trim
-from ....cluster.step.scheduler_output import SchedulerOutput, SlotSampling
+from ....cluster.step.scheduler_output import SchedulerOutput, SlotSampling, StateSaves
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.batch_invariance import rows_are_invariant
 from ..runners.runner_interface import Runner
@@ -26,13 +26,16 @@ from .memory_budget import used_gpu_bytes
 from .resolved_config import ResolvedConfig
 
 _PROMPT_TOKENS = 8
+_FEWEST_ROWS = 16  # of prompts for which a GPU may choose other kernels
 _ANY_WORDS = Grammar("regex", "[a-z ]*", is_cheap=True)
 
 
-def warm_up(runner: Runner, resolved: ResolvedConfig, num_pages: tuple[int, ...]) -> None:
+def warm_up(
+    runner: Runner, resolved: ResolvedConfig, num_pages: tuple[int, ...], num_states: int | None
+) -> None:
     """Run a small prefill, a step with drafts that may be cut, and one without, with each kind of sampling.
 
-    Where drafts may branch, a step in which they do as well.
+    Where drafts may branch, a step in which they do as well; on a GPU, prompts of all sizes.
 
     Otherwise a request would compile the loops and kernels that it is first to use, while all streams wait.
     """
@@ -51,6 +54,37 @@ def warm_up(runner: Runner, resolved: ResolvedConfig, num_pages: tuple[int, ...]
     if resolved.draft_shape.branches:
         drafts = max(0, min(resolved.max_drafts, length - prompt - 2))
         runner.execute(resolved.with_branches(dummy_step([prompt], [drafts + 1], [drafts])))
+    if resolved.device.type == "cuda":
+        _run_prompts(runner, resolved, capacity, num_states or 0)
+
+
+def _run_prompts(runner: Runner, resolved: ResolvedConfig, capacity: int, num_states: int) -> None:
+    """Run prompts of 16, 32, .. rows, for which a GPU has kernels of its own, with states saved and without.
+
+    Kernels' tiles and forms (products, experts, latents, recurrent states) differ by rows, with bounds that
+    are a factor of two or more apart. Steps of the most rows ran when memory was measured. These have at most
+    half as many, so they take less memory.
+    """
+    most = min(resolved.max_num_batched_tokens // 2, capacity)
+    rows, longest = _FEWEST_ROWS, min(resolved.max_model_len, most)
+    while rows <= most:
+        count = -(-rows // longest)
+        lengths = [rows // count] * count
+        pages = [pages_for(each, resolved.page_size) for each in lengths]
+        rows *= 2
+        if count > resolved.config.max_num_seqs or sum(pages) > capacity // resolved.page_size:
+            break
+        plan = _prefill(resolved, lengths, num_pages=pages)
+        runner.execute(plan)
+        if num_states > count:
+            last = lengths[0] // resolved.page_size * resolved.page_size or lengths[0]
+            runner.execute(replace(plan, saves=_one_save(last, num_states - 1)))
+            runner.execute(replace(dummy_step([last - 1], [1], [0]), saves=_one_save(last, num_states - 1)))
+
+
+def _one_save(position: int, state: int) -> StateSaves:
+    """Return a save of the first request's state."""
+    return StateSaves(*(np.array([value], np.int32) for value in (0, position, state)))
 
 
 def _sampling_variants(runner: Runner, prompt: int) -> list[SlotSampling]:

@@ -24,7 +24,7 @@ from .mlp_spec import FUSED_EXPERTS, PACKED_EXPERTS, RoutedMLP
 
 @dataclass(frozen=True, slots=True)
 class DenseTensors:
-    """A dense MLP's tensors: gate rows before up rows. The bias of down is None except on rank 0."""
+    """A dense MLP's tensors: gate rows before up rows. The bias of down is zero except on rank 0."""
 
     gate_up_IH: Matrix
     gate_up_bias_I: Tensor | None
@@ -69,7 +69,7 @@ class LayerParts(Protocol):
         ...
 
     def optional(self, part: str) -> Tensor | None:
-        """Return a tensor; None if the layer has none, or only rank 0 has it."""
+        """Return a tensor, of zeros if only rank 0 has it; None if the layer has none."""
         ...
 
     def joined(self, *parts: str) -> Tensor | None: ...
@@ -96,12 +96,12 @@ def read_routed(
     form: tuple[str, ...],
     experts: slice,
     *,
-    has_down_bias: bool,
+    adds_down_bias: bool,
     eps: float,
 ) -> RoutedTensors:
     """Read a routed MLP stored in a `form` of `EXPERT_FORMS`: this rank's `experts`, or its part of each.
 
-    Without `has_down_bias` another rank adds the biases of down. `eps` is of the router's norm.
+    Without `adds_down_bias` another rank adds the biases of down, this one zeros. `eps` is of the router's.
     """
     norm_H = parts.optional("router_norm")
     router = RouterWeights(
@@ -114,11 +114,14 @@ def read_routed(
     )
     num_held = experts.stop - experts.start
     gate_up, down = _read_experts(parts, form, num_held)
+    down_bias_EH = parts.optional("experts_down_bias")
+    if down_bias_EH is not None and not adds_down_bias:
+        down_bias_EH = torch.zeros_like(down_bias_EH)
     weights = ExpertWeights(
         gate_up=gate_up,
         down=down,
         gate_up_bias_EI=parts.optional("experts_gate_up_bias"),
-        down_bias_EH=parts.optional("experts_down_bias") if has_down_bias else None,
+        down_bias_EH=down_bias_EH,
         activation=mlp.activation,
         limit=mlp.limit,
         first_expert=experts.start,

@@ -89,7 +89,7 @@ class TensorRule:
         stored: dtypes in which a checkpoint may store it, as safetensors names them.
         transform: applied at load to the rank's slice (of one expert).
         is_fp32: read and kept in fp32, whatever the computing dtype.
-        first_rank: only rank 0 has it, since the ranks' results are summed.
+        first_rank: zero except on rank 0, since the ranks' results are summed.
         is_beside_body: named outside of the body's prefix (the head).
         constant: not in the checkpoint (`name` is empty): every element has this value, in fp32.
     """

@@ -230,7 +230,7 @@ def row_linear(
     communicator: Communicator,
     backend: Backend,
 ) -> Projection:
-    """Return a projection with inputs split over ranks, with an all-reduce. Only rank 0 has a bias."""
+    """Return a projection with inputs split over ranks, with an all-reduce. Biases are zero but on rank 0."""
     linear = backend.linear_of_either(weight_OH, bias_O)
     return linear if communicator.world_size == 1 else rank_sum(communicator, linear)
 

@@ -37,7 +37,7 @@ _HEADS = ("", "language_model.")
 class LayerWeights:
     """One block's tensors; query, key and value rows in this order. Those that the family lacks are None.
 
-    The bias of o is None except on rank 0. `q_norm` and `k_norm` are of one head, or of all this rank's heads
+    The bias of o is zero except on rank 0. `q_norm` and `k_norm` are of one head, or of all this rank's heads
     (`TargetAttention.row_norm`). With latent attention `qkv_OH` makes the latents, and the queries or their
     bottleneck.
     """
@@ -120,14 +120,14 @@ class TargetWeights:
         layer, sharding = self.spec.layers[index], self.sharding
         if layer.routed is None:
             return read_dense(parts)
-        # If ranks have parts of an expert, only rank 0 adds its bias.
-        has_down_bias = sharding.rank == 0 or not sharding.splits_experts(index)
+        # If ranks have parts of an expert, rank 0 adds its bias, the others add zeros by the same kernels.
+        adds_down_bias = sharding.rank == 0 or not sharding.splits_experts(index)
         routed = read_routed(
             parts,
             layer.routed,
             self.spec.expert_forms[0],
             sharding.experts(index),
-            has_down_bias=has_down_bias,
+            adds_down_bias=adds_down_bias,
             eps=self.spec.rms_norm_eps,
         )
         if layer.dense is None:
@@ -244,8 +244,9 @@ class _LayerParts:
     def optional(self, part: str) -> Tensor | None:
         if part not in self._present:
             return None
-        is_other_ranks = self._weights.spec.tensors[part].first_rank and self._weights.sharding.rank > 0
-        return None if is_other_ranks else self.required(part)
+        found = self.required(part)
+        is_of_rank_0 = self._weights.spec.tensors[part].first_rank
+        return torch.zeros_like(found) if is_of_rank_0 and self._weights.sharding.rank > 0 else found
 
     def joined(self, *parts: str) -> Tensor | None:
         found = [self.required(part) for part in parts if part in self._present]

@@ -121,6 +121,7 @@ def test_routing_is_in_fp32_and_one_rank_adds_the_bias(tmp_path: Path) -> None:
         "experts_down_bias": TensorRule(name=at + "down.bias", axes=("expert", "hidden")),
     }
     for inner in (32, 30):  # by inner states, by experts
+        down_biases: list[torch.Tensor] = []
         folder = make_tiny_target(tmp_path / f"{inner}", "qwen3_moe", moe_intermediate_size=inner)
         plain = read_model(folder)
         routed = plain.layers[LAYER].routed
@@ -144,15 +145,18 @@ def test_routing_is_in_fp32_and_one_rank_adds_the_bias(tmp_path: Path) -> None:
             assert torch.equal(mlp.router.correction_E, correction_E)
             assert torch.equal(mlp.router.expert_scale_E, scale_E)
             gate_up, down = mlp.experts.gate_up_bias_EI, mlp.experts.down_bias_EH
-            assert gate_up is not None
+            assert gate_up is not None and down is not None
+            down_biases.append(down)
             if inner == 30:
                 mine = slice(2 * rank, 2 * rank + 2)
-                assert down is not None and torch.equal(down, down_EH[mine].bfloat16())
+                assert torch.equal(down, down_EH[mine].bfloat16())
                 assert torch.equal(gate_up, gate_up_EI[mine].bfloat16())
             else:
                 mine = gate_up_EI.unflatten(1, (2, -1))[..., 8 * rank : 8 * rank + 8].flatten(1)
                 assert torch.equal(gate_up, mine.bfloat16())
-                assert (down is None) == (rank > 0)
+                assert down.count_nonzero() == 0 or rank == 0, "the others add zeros, by the same kernels"
+        added = torch.cat(down_biases) if inner == 30 else torch.stack(down_biases).sum(0)
+        assert torch.equal(added, down_EH.bfloat16()), "over all ranks each bias is added once"
 
 
 def test_a_missing_expert_is_named_before_anything_is_read(one_by_one: Path, tmp_path: Path) -> None:

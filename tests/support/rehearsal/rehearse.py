@@ -2,7 +2,7 @@
 
 SETTINGS, as JSON: `engine` and `speculation` (fields of EngineConfig and SpeculativeConfig), `model` (of
 `bench`'s random models), `rank` of `ranks`, whether to `swap` the drafter at the end, to `plant` faults in
-captures, and to choose the `library`'s products, and a wait to leave out (`hurry`). A single rank serves some
+captures, and to choose the `library`'s products, and a wait to leave out (`hurry`). The rank serves some
 requests; with a `tier` below the pages twice, of host memory for some pages and files for all.
 """
 
@@ -14,6 +14,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -216,6 +217,13 @@ def hurry(wait: str) -> None:
         torch.cuda.synchronize = lambda device=None: None
 
 
+def in_process(config: EngineConfig) -> EngineConfig:
+    """Return settings with which an engine runs a rank that is loaded, whatever its other processes."""
+    spec = config.speculative_config
+    colocated = None if spec is None else replace(spec, placement="colocated")
+    return replace(config, tensor_parallel_size=1, speculative_config=colocated)
+
+
 def features(resolved: ResolvedConfig, backend: Backend) -> ContextFeatures:
     """Return a split drafter's part on the target's side, with random weights."""
     drafter = resolved.drafter
@@ -251,7 +259,6 @@ def main(settings: dict[str, Any], tier: str) -> None:
         **{"max_num_seqs": 4, **settings.get("engine", {})},
         **({"kv_tier_path": tier, "kv_tier_host_bytes": HOST_BYTES} if settings.get("tier") else {}),
     )
-    num_read = 0
     with fake_tensors(recording):
         drafter = None if speculation is None else shape.drafter
         plan = resolve_models(config, Path("random"), shape.target, Path("random"), drafter, MAX_LENGTH)
@@ -259,8 +266,7 @@ def main(settings: dict[str, Any], tier: str) -> None:
         remote = partial(RemoteDrafterSource, communicator=communicator) if plan.split else None
         runner, info = rank_loader.start_runner(plan, RandomModels(), communicator, remote_drafts=remote)
         of_start = {name: frozenset(keys) for name, keys in recording.variants.items()}
-        if num_ranks == 1:
-            num_read = serve(config, plan, runner, info)
+        num_read = serve(in_process(config), plan, runner, info)
         if settings.get("swap"):
             assert isinstance(runner, GpuModelRunner) and isinstance(runner.models.drafts, DeviceBlocks)
             runner.swap_drafter(runner.models.drafts.drafter)
@@ -272,7 +278,7 @@ def main(settings: dict[str, Any], tier: str) -> None:
         "new_in_capture": recording.new_in_capture,
         "graphs": recording.graphs,
         "new_after_start": {
-            name: len(new)
+            name: sorted(map(str, new))
             for name, keys in recording.variants.items()
             if (new := keys - of_start.get(name, frozenset()))
         },
