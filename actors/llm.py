@@ -291,7 +291,7 @@ class ChatPrompt(ChatTemplateOptions):
             raise RequestError(f"{where}: {first['msg']}.", param=where) from None
 
     def without_effect(self, tokenizer: Tokenizer | None) -> list[str]:
-        """Return dotted names of fields that nothing reads."""
+        """Return the dotted names of fields that neither the chat template nor Manta reads."""
         unused = [] if tokenizer is None else unused_fields(self, self.messages, tokenizer)
         return [*unused, *unknown_fields(self)]
 

@@ -125,14 +125,14 @@ class ResolvedConfig:
         return max_requests, self.num_speculative_tokens, max_rows, self.tree
 
     def with_branches(self, step: SchedulerOutput) -> SchedulerOutput:
-        """Return a step whose drafts branch as nothing else is known; the same if they form chains."""
+        """Return the plan with trees of the engine's largest shape; the same plan if drafts form chains."""
         if self.tree is None:
             return step
         return replace(step, tree=TreeShape(self.tree.depth, self.tree.width, (1.0,) * self.tree.width))
 
     @property
     def without_effect(self) -> list[str]:
-        """Sentences about settings that have no effect with these models."""
+        """Warnings, one for each setting that has no effect with these models, with the reason."""
         spec = self.config.speculative_config
         if spec is None or spec.tree_width == 1 or (reason := why_no_trees(self)) is None:
             return []

@@ -52,7 +52,7 @@ from .drafts.colocated_drafter import ColocatedDrafter
 from .drafts.draft_source import Drafter, DraftSource
 from .page_mover import PageMover
 from .runner_interface import ReadsMeter
-from .verified_drafts import Chains, Trees
+from .verified_drafts import Accepted, Chains, Trees
 
 if TYPE_CHECKING:
     from ....drafter.grammars.matchers import GrammarStates
@@ -128,30 +128,16 @@ class CpuModelRunner:
         hidden_NH, taps_NmH = self.model.forward(rows.token_ids_N, rows, self.cache)
         clock.mark()
         prompt_logprobs = self._prompt_logprobs(plan, hidden_NH)
-        chosen_X, logprobs = self._choose(plan, hidden_NH, rows)
+        chosen_X, sampled_logprobs = self._sample(plan, hidden_NH, rows)
         accepted = drafts.accept(chosen_X, rows, self._operators, self._move_rows)
-        token_ids_RW, num_tokens_R = accepted.token_ids_RW, accepted.num_tokens_R
-        self._mark_not_numbers(plan, hidden_NH, token_ids_RW)
-        self.states.advance(plan, token_ids_RW, num_tokens_R)
+        self._mark_not_numbers(plan, hidden_NH, accepted.token_ids_RW)
+        self.states.advance(plan, *accepted.tokens)
         clock.mark()
         if plan.writes_context:
-            self.drafts.inject(*accepted.context(taps_NmH, rows), token_ids_RW, num_tokens_R)
+            self.drafts.inject(*accepted.context(taps_NmH, rows), *accepted.tokens)
         clock.mark()
-        return StepResult(
-            plan.step,
-            token_ids=token_ids_RW.cpu().numpy().astype(np.int32),
-            num_tokens=num_tokens_R.cpu().numpy().astype(np.int32),
-            timings=StepTimings(*clock.seconds()),
-            logprobs=accepted.logprobs(logprobs),
-            prompt_logprobs=prompt_logprobs,
-            num_drafts=plan.num_drafts,
-            margins=None if proposals.margins_RK is None else proposals.margins_RK.cpu().numpy(),
-            trees=accepted.learned,
-            tree_gain=drafts.gain,
-            expert_reads=self._expert_reads.take(),
-            is_copied=proposals.is_copied_R,
-            is_pass_skipped=proposals.is_pass_skipped,
-        )
+        logprobs = (accepted.logprobs(sampled_logprobs), prompt_logprobs)
+        return self._report(proposals, drafts, accepted, logprobs, clock)
 
     def _non_finite_rows(self, values: Tensor) -> Ints:
         """Return the indices of rows that contain NaN or infinity; none unless the model is broken."""
@@ -222,7 +208,7 @@ class CpuModelRunner:
             num_drafts_R = self._communicator.broadcast(num_drafts_R)
         return plan.with_num_drafts(num_drafts_R.cpu().numpy()), take_out(drafts_RK, num_drafts_R)
 
-    def _choose(
+    def _sample(
         self, plan: SchedulerOutput, hidden_NH: Tensor, rows: StepRows
     ) -> tuple[Tensor, StepLogprobs | None]:
         """Return each sampled row's token, and the log probabilities that were requested."""
@@ -255,6 +241,35 @@ class CpuModelRunner:
         next_ids_Y = self.states.tokens_after(plan, logprob_rows)
         packed_YE = pack_logprobs_in_chunks(hidden_YH, next_ids_Y, self.model.logits, logprob_rows.num_top)
         return unpack_logprobs(packed_YE.cpu().numpy(), logprob_rows)
+
+    def _report(
+        self,
+        proposals: Proposals,
+        drafts: Chains | Trees,
+        accepted: Accepted,
+        logprobs: tuple[StepLogprobs | None, StepLogprobs | None],
+        clock: Clock,
+    ) -> StepResult:
+        """Copy to the host what the step committed and what can be learned from it.
+
+        Args:
+            logprobs: of new tokens, and of prompt tokens.
+        """
+        token_ids_RW, num_tokens_R = (each.cpu().numpy().astype(np.int32) for each in accepted.tokens)
+        return StepResult(
+            drafts.plan.step,
+            token_ids_RW,
+            num_tokens_R,
+            StepTimings(*clock.seconds()),
+            *logprobs,
+            num_drafts=drafts.plan.num_drafts,
+            margins=None if proposals.margins_RK is None else proposals.margins_RK.cpu().numpy(),
+            trees=accepted.learned,
+            tree_gain=drafts.gain,
+            expert_reads=self._expert_reads.take(),
+            is_copied=proposals.is_copied_R,
+            is_pass_skipped=proposals.is_pass_skipped,
+        )
 
 
 def _logprobs_of(chosen_X: Tensor, logprobs_YV: Tensor, logprob_rows: LogprobRows) -> StepLogprobs:

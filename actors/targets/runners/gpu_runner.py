@@ -81,6 +81,45 @@ class _Share:
         return StepOutput.views_of(values, *self.shape)
 
 
+class _Gathered:
+    """A step's outcome on the host, gathered from its iterations' shares.
+
+    Attributes:
+        max_drafts: K, the most drafts of a request in the plan.
+        token_ids: int32 [R, 1 + K], new tokens, then -1.
+        num_tokens, num_drafts: int32 [R]; new tokens and verified drafts.
+        margins: fp32 [R, K], nan where there is no draft.
+        seconds: by part of the step, summed over iterations.
+        num_reads: the device's count of expert reads.
+        trees: requests with trees, and the trees' values (`TreeMemory.results`); None if there are none.
+    """
+
+    def __init__(self, plan: SchedulerOutput) -> None:
+        num_requests, self.max_drafts = plan.num_requests, int(plan.block_drafts.max(initial=0))
+        self.token_ids = np.full((num_requests, 1 + self.max_drafts), -1, dtype=np.int32)
+        self.num_tokens, self.num_drafts = (np.zeros(num_requests, dtype=np.int32) for _ in range(2))
+        self.margins = np.full((num_requests, self.max_drafts), np.nan, dtype=np.float32)
+        self.seconds: dict[str, float] = {}
+        self.num_reads = 0
+        self.trees: tuple[Indices, Tensor] | None = None
+
+    def add(self, share: _Share, outcome: StepOutput) -> None:
+        requests_G, (_, width, num_tree_values) = share.requests_G, share.shape
+        count, kept = len(requests_G), min(width, 1 + self.max_drafts)
+        rows_GW1 = outcome.rows_RW1.numpy()[:count]
+        self.num_reads = int(outcome.reads_1)
+        self.token_ids[requests_G, :kept] = rows_GW1[:, :kept]
+        self.num_tokens[requests_G] = rows_GW1[:, -1]
+        if width > 1:
+            self.num_drafts[requests_G] = outcome.num_drafts_R.numpy()[:count]
+            self.margins[requests_G] = outcome.margins_RD.numpy()[:count, : self.max_drafts]
+        if num_tree_values:
+            self.trees = requests_G, outcome.trees_RE[:count]
+        spans_s = np.diff(outcome.times.numpy()[: len(share.parts) + 1]) / 1e9
+        for part, span_s in zip(share.parts, spans_s.tolist(), strict=True):
+            self.seconds[part] = self.seconds.get(part, 0.0) + span_s
+
+
 @dataclass(frozen=True, slots=True)
 class _Pending:
     """A submitted step, with the host memory that its outcome is copied to."""
@@ -88,7 +127,7 @@ class _Pending:
     plan: SchedulerOutput
     shares: Sequence[_Share]
     copied: CopyChoice
-    logprob_rows: RequestedLogprobs | None
+    logprob_rows: RequestedLogprobs
     arrival: PendingResult
 
 
@@ -159,14 +198,8 @@ class GpuModelRunner:
         assert len(self._pending) < MAX_IN_FLIGHT, "in-flight steps' outcomes would overwrite each other"
         decoding, prompts = decoding_and_prompts(plan)
         self._grammars.admit(plan)
+        uploaded = self._send(plan, decoding, prompts)
         models, values, num_values = self.models, self._outcomes.values, 0
-        states, trees = models.memory.states, models.trees
-        uploaded, copies = self._layout.pack(plan, decoding, prompts), self._suffixes.copy(plan, decoding)
-        self._layout.write_margins(uploaded, copies.margins_N)
-        changes = states.changes(plan)
-        if len(copies.slots_M):
-            changes = np.concatenate((changes, states.draft_changes(*copies[:3])))
-        self._upload.send(uploaded, changes)
         models.recurrent.admit(plan)
         shares: list[_Share] = []
         passes: list[Computed] = []
@@ -175,7 +208,7 @@ class GpuModelRunner:
             shares.append(share)
             outcome = share.views_of(values)
             drafts_R = outcome.num_drafts_R if share.shape[1] > 1 else None
-            paths_RD = None if trees is None else trees.trees.paths_RD
+            paths_RD = None if models.trees is None else models.trees.trees.paths_RD
             passes.append(Computed(decoding.tolist(), models.hidden, outcome.rows_RW1, drafts_R, paths_RD))
             num_values = share.num_values
             if plan.saves is not None:
@@ -186,13 +219,9 @@ class GpuModelRunner:
             rows_RW1 = share.views_of(values[num_values:]).rows_RW1
             passes.append(Computed(prompts.tolist(), hidden_NH, rows_RW1, None, None))
             num_values += share.num_values
-        logprob_rows = None
-        if states.logprob_slots.in_use:
-            logprob_rows = RequestedLogprobs.of(plan, states, self._vocab_size)
-        if logprob_rows is not None:
-            place = values[num_values : num_values + logprob_rows.num_values]
-            place.copy_(logprob_rows.launch(plan, passes, models.target, states))
-            num_values += logprob_rows.num_values
+        states = models.memory.states
+        logprob_rows = RequestedLogprobs.of(plan, states, self._vocab_size)
+        num_values += logprob_rows.launch(plan, passes, models.target, states, values[num_values:])
         arrival = self._outcomes.copy_to_host(num_values)
         self._pending.append(_Pending(plan, shares, self._suffixes.choice, logprob_rows, arrival))
 
@@ -202,44 +231,26 @@ class GpuModelRunner:
     def collect(self) -> StepResult:
         step = self._pending.popleft()
         plan, values, models = step.plan, step.arrival.wait(), self.models
-        maximum = int(plan.block_drafts.max(initial=0))
-        token_ids = np.full((plan.num_requests, 1 + maximum), -1, dtype=np.int32)
-        num_tokens, num_drafts = (np.zeros(plan.num_requests, dtype=np.int32) for _ in range(2))
-        margins = np.full((plan.num_requests, maximum), np.nan, dtype=np.float32)
-        seconds: dict[str, float] = {}
-        num_reads, of_trees = 0, None
+        found = _Gathered(plan)
         for share in step.shares:
-            outcome, count = share.views_of(values), len(share.requests_G)
-            num_reads = int(outcome.reads_1)
+            found.add(share, share.views_of(values))
             values = values[share.num_values :]
-            rows_GW1 = outcome.rows_RW1.numpy()[:count]
-            width = min(share.shape[1], 1 + maximum)
-            token_ids[share.requests_G, :width] = rows_GW1[:, :width]
-            num_tokens[share.requests_G] = rows_GW1[:, -1]
-            if share.shape[1] > 1:
-                num_drafts[share.requests_G] = outcome.num_drafts_R.numpy()[:count]
-                margins[share.requests_G] = outcome.margins_RD.numpy()[:count, :maximum]
-            if share.shape[2]:
-                of_trees = (share.requests_G, outcome.trees_RE[:count])
-            spans_s = np.diff(outcome.times.numpy()[: len(share.parts) + 1]) / 1e9
-            for part, span_s in zip(share.parts, spans_s.tolist(), strict=True):
-                seconds[part] = seconds.get(part, 0.0) + span_s
-        self._suffixes.append(plan, token_ids, num_tokens)
-        step.copied.drop_missing(margins)
-        logprobs = (None, None) if step.logprob_rows is None else step.logprob_rows.read(values)
+        self._suffixes.append(plan, found.token_ids, found.num_tokens)
+        step.copied.drop_missing(found.margins)
         learned = gain = reads = None
-        if of_trees is not None and models.trees is not None:
-            learned, gain = models.trees.results(plan, *of_trees, num_drafts, token_ids, num_tokens)
+        if found.trees is not None and models.trees is not None:
+            tokens = found.num_drafts, found.token_ids, found.num_tokens
+            learned, gain = models.trees.results(plan, *found.trees, *tokens)
         if models.target.num_routed:
-            reads = self._expert_reads.of(num_reads, num_passes=len(step.shares))
+            reads = self._expert_reads.of(found.num_reads, num_passes=len(step.shares))
         return StepResult(
             plan.step,
-            token_ids,
-            num_tokens,
-            StepTimings(**seconds),
-            *logprobs,
-            num_drafts=None if plan.trim is None and plan.tree is None else num_drafts,
-            margins=margins if maximum and models.drafts.has_margins else None,
+            found.token_ids,
+            found.num_tokens,
+            StepTimings(**found.seconds),
+            *step.logprob_rows.read(values),
+            num_drafts=None if plan.trim is None and plan.tree is None else found.num_drafts,
+            margins=found.margins if found.max_drafts and models.drafts.has_margins else None,
             trees=learned,
             tree_gain=gain,
             expert_reads=reads,
@@ -250,6 +261,17 @@ class GpuModelRunner:
     def execute(self, plan: SchedulerOutput) -> StepResult:
         self.submit(plan)
         return self.collect()
+
+    def _send(self, plan: SchedulerOutput, decoding: Indices, prompts: Indices) -> IntArray:
+        """Send a plan, changed states and copied drafts to the device at once; return its integers."""
+        states = self.models.memory.states
+        uploaded, copies = self._layout.pack(plan, decoding, prompts), self._suffixes.copy(plan, decoding)
+        self._layout.write_margins(uploaded, copies.margins_N)
+        changes = states.changes(plan)
+        if len(copies.slots_M):
+            changes = np.concatenate((changes, states.draft_changes(*copies[:3])))
+        self._upload.send(uploaded, changes)
+        return uploaded
 
     def _decode(self, plan: SchedulerOutput, requests_G: Indices, uploaded: IntArray) -> _Share:
         """Run the passes of decoding requests; `uploaded` are the step's integers."""

@@ -66,21 +66,26 @@ class Computed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestedLogprobs:
-    """The rows of a step with requested log probabilities: of sampled tokens, and of prompt tokens."""
+    """The rows of a step with requested log probabilities: of sampled tokens, and of prompt tokens.
+
+    Without any there are no rows, and nothing is launched or read.
+    """
 
     chosen: LogprobRows | None
     prompts: LogprobRows | None
     vocab_size: int
 
     @classmethod
-    def of(cls, plan: SchedulerOutput, states: DeviceStates, vocab_size: int) -> RequestedLogprobs | None:
-        """Return the requested rows, counted within their request; None if there are none."""
+    def of(cls, plan: SchedulerOutput, states: DeviceStates, vocab_size: int) -> RequestedLogprobs:
+        """Return the requested rows, counted within their request."""
+        if not states.logprob_slots.in_use:
+            return cls(None, None, vocab_size)
         numbers = (plan.slots, plan.num_rows, plan.num_drafts, plan.num_computed)
         slots_R, num_rows_R, drafts_R, first_R = (x.astype(np.int64) for x in numbers)
         counts_R = (plan.block_drafts.astype(np.int64) + 1) * plan.samples
         chosen = states.logprob_slots.chosen(slots_R, num_rows_R - drafts_R - 1, counts_R)
         prompts = states.logprob_slots.prompts(slots_R, np.where(first_R < 0, _UNKNOWN, first_R), num_rows_R)
-        return None if chosen is None and prompts is None else cls(chosen, prompts, vocab_size)
+        return cls(chosen, prompts, vocab_size)
 
     @property
     def num_rows(self) -> int:
@@ -100,12 +105,20 @@ class RequestedLogprobs:
     @property
     def num_values(self) -> int:
         """Y x E, the number of values."""
-        return self.num_rows * num_packed_values(self.num_top, self.vocab_size)
+        num_rows = self.num_rows
+        return num_rows * num_packed_values(self.num_top, self.vocab_size) if num_rows else 0
 
     def launch(
-        self, plan: SchedulerOutput, passes: Iterable[Computed], model: Decoder, states: DeviceStates
-    ) -> Tensor:
-        """Launch the computation and return its values, int32 [Y x E]."""
+        self,
+        plan: SchedulerOutput,
+        passes: Iterable[Computed],
+        model: Decoder,
+        states: DeviceStates,
+        values: Tensor,
+    ) -> int:
+        """Launch the computation into the beginning of `values`, int32; return how many it fills."""
+        if not (num_values := self.num_values):
+            return 0
         places = {request: (pass_, i) for pass_ in passes for i, request in enumerate(pass_.requests)}
         parts: list[tuple[Tensor, Tensor]] = []
         for request, begin, count in _runs(self.chosen):
@@ -119,12 +132,14 @@ class RequestedLogprobs:
                 (computed.rows(plan, i, 0, count), token_ids[slot, next_position : next_position + count])
             )
         hidden_YH, ids_Y = (torch.cat(each) for each in zip(*parts, strict=True))
-        return pack_logprobs_in_chunks(hidden_YH, ids_Y.clamp(min=0).long(), model.logits, self.num_top).view(
-            -1
-        )
+        packed_YE = pack_logprobs_in_chunks(hidden_YH, ids_Y.clamp(min=0).long(), model.logits, self.num_top)
+        values[:num_values].copy_(packed_YE.view(-1))
+        return num_values
 
     def read(self, values: Tensor) -> tuple[StepLogprobs | None, StepLogprobs | None]:
         """Return the log probabilities of sampled tokens and of prompt tokens from values on the host."""
+        if not self.num_rows:
+            return None, None
         packed_YE = values[: self.num_values].view(self.num_rows, -1).numpy()
         num_chosen = 0 if self.chosen is None else int(self.chosen.counts_A.sum())
         chosen = None if self.chosen is None else unpack_logprobs(packed_YE[:num_chosen], self.chosen)

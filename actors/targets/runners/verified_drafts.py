@@ -45,6 +45,11 @@ class Accepted:
     num_tokens_R: Tensor
     learned: TreeOutcome | None
 
+    @property
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """The new tokens, and how many each request has."""
+        return self.token_ids_RW, self.num_tokens_R
+
     def logprobs(self, of_rows: StepLogprobs | None) -> StepLogprobs | None:
         """Return the log probabilities of the new tokens, given those of all sampled rows."""
         return of_rows
