@@ -19,15 +19,13 @@ from benchmarks.cli import app, main
 from benchmarks.comparison.compare import run_compare
 from benchmarks.comparison.contenders import TransformersTarget
 from benchmarks.comparison.dflash_loop import LoopDrafter, dflash_loop
-from benchmarks.engine.policy_sweep import HOSTILE, MixedSource, run_policy_sweep
+from benchmarks.engine.policy_sweep import run_policy_sweep
 from benchmarks.options import CompareOptions, PolicySweepOptions
 from manta import LLM, SamplingParams
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
-from manta.cluster.errors import ConfigError
-from manta.jobs.bench.common.engine_passes import PromptRow, read_rows
-from manta.jobs.bench.common.request_source import RequestSource
+from manta.jobs.bench.common.engine_passes import read_rows
 from manta.jobs.bench.sweep.engines import parse_methods
 from manta.jobs.bench.sweep.sweep_run import sweep_curves, sweep_pictures
 from safetensors.torch import load_file
@@ -71,12 +69,6 @@ def test_speed_bench_is_converted_to_a_file_that_every_benchmark_reads(tmp_path:
     assert read_rows(output)[0].prompt.messages[0]["content"] == "def f():"
     source.write_text(json.dumps(rows[1]) + "\n")
     assert "none with a prompt" in str(run(*command))
-
-
-def test_a_comparison_without_a_drafter_or_with_an_absent_server_is_refused(prompts: Path, run: Run) -> None:
-    assert "speculative_config is missing" in str(run("compare", "m"))
-    absent = ("--spec-model", "d", "--prompts", str(prompts), "--server", "http://127.0.0.1:9")
-    assert "cannot be reached" in str(run("compare", "m", *absent))
 
 
 @pytest.mark.if_changed
@@ -150,13 +142,6 @@ def test_a_sweep_compares_all_sides_and_judges_every_bar(
     assert [picture.name for picture in sweep_pictures(figures)] == ["pareto", "speedup-by-load"]
 
 
-def test_every_other_request_of_mixed_traffic_is_hard_to_draft() -> None:
-    rows = [PromptRow(str(i), "code", tuple(range(3, 8 + i))) for i in range(6)]
-    plain, mixed = RequestSource(rows, 100, 0.5), MixedSource(rows, 100, 0.5)
-    assert [mixed[number].category == HOSTILE for number in range(4)] == [False, True, False, True]
-    assert sorted(mixed[1].prompt) == sorted(plain[1].prompt) and mixed[2] == plain[2]
-
-
 @pytest.mark.if_changed
 def test_a_widened_pair_gives_the_answers_and_drafts_of_the_narrow_one(
     tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path, run: Run
@@ -179,10 +164,3 @@ def _answers(target: Path, drafter: Path) -> list[tuple[list[int], int, int]]:
         given = [{"prompt_token_ids": [5, 17, 3, 99, 4, 42, 8]}, {"prompt_token_ids": [7, 7, 7]}]
         outputs = llm.generate(given, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
     return [(o.outputs[0].token_ids, o.metrics.num_accepted_tokens, o.metrics.num_steps) for o in outputs]
-
-
-def test_unmeasurable_options_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"server_model='m'.*--server, too"):
-        CompareOptions(server_model="m")
-    with pytest.raises(ConfigError, match="rounds=0"):
-        CompareOptions(rounds=0)
