@@ -154,7 +154,7 @@ class HAProxyFront:
     def ask(
         self, path: str, method: str = "GET", port: int | None = None, headers: Mapping[str, str] = {}
     ) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=WAIT_S)
+        connection = http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=10)
         try:
             connection.request(method, path, b"{}" if method == "POST" else None, headers=dict(headers))
             response = connection.getresponse()
@@ -165,7 +165,7 @@ class HAProxyFront:
             connection.close()
 
     def send(self, request: bytes) -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)
         connection.sendall(request)
         return connection
 
