@@ -168,10 +168,6 @@ docs: install  ## build the site into site/, without a network
 ui-pictures: install  ## take pictures of the live page on an idle machine; writes docs/ui*.png
 	$(BIN)/python tests/trials ui_pictures docs
 
-.PHONY: adapt
-adapt: install  ## adapt the shipped drafter to JSON logs in 20 minutes and measure gains and losses (idle machine)
-	$(BIN)/python tests/benchmarks adapt -o docs/benchmarks/adapt-cpu.json
-
 .PHONY: soak-batch
 soak-batch: install  ## run 5 million rows through a batch job on a simulated executor; fails if memory grows
 	$(BIN)/python tests/benchmarks soak-batch -o docs/benchmarks/soak-batch.json

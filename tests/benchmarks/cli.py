@@ -15,8 +15,7 @@ from manta.jobs.common.stop_signals import Stopped, StopSignals
 
 from . import speed_bench
 from .batch import soak_batch
-from .engine import adapt, kv_tier
-from .options import CompareOptions, CouplingOptions, PolicySweepOptions, ServeTaxOptions
+from .options import CompareOptions, PolicySweepOptions, ServeTaxOptions
 from .serving import soak_serve
 
 app = typer.Typer(
@@ -55,15 +54,6 @@ def compare(options: CompareOptions, config: EngineConfig, model_: Model = None)
     from .comparison.compare import run_compare
 
     run_compare(config, options)
-
-
-@app.command()
-@with_flags
-def couplings(options: CouplingOptions, config: EngineConfig, model_: Model = None) -> None:
-    """Compare equal noise with rejection sampling in accepted drafts, on one text and the same logits."""
-    from .comparison.couplings import run_couplings
-
-    run_couplings(config, options)
 
 
 @app.command()
@@ -125,8 +115,6 @@ def widen(
     widen_pair(target, drafter, output, width, layers=layers, drafter_layers=drafter_layers)
 
 
-app.command("adapt")(adapt.main)
-app.command("kv-tier")(kv_tier.main)
 app.command("speed-bench")(speed_bench.main)
 app.command("soak-batch")(soak_batch.main)
 app.command("soak-serve")(soak_serve.main)

@@ -18,7 +18,6 @@ from benchmarks.serving.own_server import write_settings
 from benchmarks.serving.serve_tax import ServeTaxOptions, run_serve_tax
 from benchmarks.serving.streams import Stream, StreamClient
 from manta.cluster.config import EngineConfig
-from manta.cluster.errors import ConfigError
 from support.paths import TESTS
 from support.waiting import wait_until
 
@@ -63,17 +62,6 @@ def test_the_bare_server_answers_as_the_engine_and_its_processes_are_distinguish
     printed = capsys.readouterr().out
     assert "2 stream(s) at once, T = 1, 192 tokens" in printed
     assert re.search(r"\| 2, T = 1 (\| [\d,]+ \(\d+\) ){4}\| - \|", printed)
-
-
-def test_unmeasurable_settings_are_refused(config: EngineConfig) -> None:
-    with pytest.raises(ConfigError, match="side='sreve' is not known"):
-        ServeTaxOptions(sides=("sreve",))
-    with pytest.raises(ConfigError, match="32 streams at once would wait for each other: max_num_seqs=4"):
-        run_serve_tax(config, ServeTaxOptions())
-    with pytest.raises(ConfigError, match=r"peers='llama-server' must contain \{port\}"):
-        ServeTaxOptions(peers=("llama-server",))
-    with pytest.raises(ConfigError, match="peers: two commands run 'llama-server'"):
-        run_serve_tax(config, ServeTaxOptions(concurrency=(1,), peers=("llama-server {port}",) * 2))
 
 
 def test_null_events_of_a_stream_are_skipped() -> None:

@@ -1,8 +1,7 @@
 """The shortest run of each benchmark of `tests/benchmarks`: its sides agree, and its figures are complete.
 
 Those that serve or run jobs are run by tests of these: `test_serve_tax.py`, `test_serve_scaling.py`,
-`test_serve_chaos.py` and `test_bench_batch.py`. The parts of `adapt` are tested in `test_drafter_adapt.py`;
-all of it takes minutes.
+`test_serve_chaos.py` and `test_bench_batch.py`.
 """
 
 from __future__ import annotations
@@ -14,23 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from benchmarks.cli import app, main
 from benchmarks.comparison.compare import run_compare
 from benchmarks.comparison.contenders import TransformersTarget
-from benchmarks.comparison.couplings import EQUAL, SampledText, walk
 from benchmarks.comparison.dflash_loop import LoopDrafter, dflash_loop
-from benchmarks.engine.policy_sweep import HOSTILE, MixedSource, run_policy_sweep
+from benchmarks.engine.policy_sweep import run_policy_sweep
 from benchmarks.options import CompareOptions, PolicySweepOptions
 from manta import LLM, SamplingParams
 from manta.actors.http.config.settings import ServerSettings
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
-from manta.cluster.errors import ConfigError
-from manta.jobs.bench.common.engine_passes import PromptRow, read_rows
-from manta.jobs.bench.common.request_source import RequestSource
+from manta.jobs.bench.common.engine_passes import read_rows
 from manta.jobs.bench.sweep.engines import parse_methods
 from manta.jobs.bench.sweep.sweep_run import sweep_curves, sweep_pictures
 from safetensors.torch import load_file
@@ -76,12 +71,6 @@ def test_speed_bench_is_converted_to_a_file_that_every_benchmark_reads(tmp_path:
     assert "none with a prompt" in str(run(*command))
 
 
-def test_a_comparison_without_a_drafter_or_with_an_absent_server_is_refused(prompts: Path, run: Run) -> None:
-    assert "speculative_config is missing" in str(run("compare", "m"))
-    absent = ("--spec-model", "d", "--prompts", str(prompts), "--server", "http://127.0.0.1:9")
-    assert "cannot be reached" in str(run("compare", "m", *absent))
-
-
 @pytest.mark.if_changed
 def test_all_contenders_give_the_same_tokens(config: EngineConfig, prompts: Path, tmp_path: Path) -> None:
     output = tmp_path / "compare.json"
@@ -115,38 +104,6 @@ def test_the_plain_loop_accepts_as_many_drafts_as_the_oracle(shipped_pair: tuple
     answer = dflash_loop(target, LoopDrafter(drafter_folder, target), prompt, 12)
     assert answer.token_ids == tokens[:12]
     assert answer.num_steps == len(steps) < 11
-
-
-@pytest.mark.if_changed
-def test_offline_couplings_take_the_engines_steps_over_the_engines_text(
-    shipped_pair: tuple[Path, Path],
-) -> None:
-    target_folder, drafter_folder = shipped_pair
-    target = TransformersTarget(target_folder, torch.device("cpu")).load("float32")
-    drafter = LoopDrafter(drafter_folder, target)
-    prompt, num_tokens = Tokenizer.load(target_folder).encode("def read_lines(path):\n"), 40
-    with torch.inference_mode():
-        text = SampledText(target, drafter, prompt, num_tokens, 1.0, seed=7)
-        acceptances = text.acceptances(drafter, 5)
-    spec = {"model": str(drafter_folder), "adaptive": False, "num_speculative_tokens": 5}
-    params = SamplingParams(temperature=1.0, seed=7, max_tokens=num_tokens, ignore_eos=True)
-    with LLM(str(target_folder), speculative_config=spec, dtype="float32", max_model_len=128) as llm:
-        (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
-    assert list(output.outputs[0].token_ids) == text.ids[len(prompt) :]
-    equal = acceptances[EQUAL] > 0
-    assert output.metrics.num_steps == walk(equal, np.zeros_like(equal)) < num_tokens
-    best, greedy = acceptances["best"], acceptances["greedy drafts"]
-    assert best.min() >= 0 and best.max() <= 1 and set(np.unique(greedy)) <= {0.0, 1.0}
-
-
-def test_a_walk_takes_accepted_drafts_and_one_token_more() -> None:
-    accepted = np.array([[1, 1, 0], [0, 0, 0], [0, 1, 1], [1, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]], bool)
-    none = np.zeros_like(accepted)
-    assert walk(accepted, none) == 2  # from 0 three tokens, from 3 four
-    assert walk(none, none) == 7
-    second = none.copy()
-    second[0, 2] = second[3, 0] = True
-    assert walk(accepted, second) == 4  # from 0 all four; then one by one
 
 
 @pytest.mark.if_changed
@@ -185,13 +142,6 @@ def test_a_sweep_compares_all_sides_and_judges_every_bar(
     assert [picture.name for picture in sweep_pictures(figures)] == ["pareto", "speedup-by-load"]
 
 
-def test_every_other_request_of_mixed_traffic_is_hard_to_draft() -> None:
-    rows = [PromptRow(str(i), "code", tuple(range(3, 8 + i))) for i in range(6)]
-    plain, mixed = RequestSource(rows, 100, 0.5), MixedSource(rows, 100, 0.5)
-    assert [mixed[number].category == HOSTILE for number in range(4)] == [False, True, False, True]
-    assert sorted(mixed[1].prompt) == sorted(plain[1].prompt) and mixed[2] == plain[2]
-
-
 @pytest.mark.if_changed
 def test_a_widened_pair_gives_the_answers_and_drafts_of_the_narrow_one(
     tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path, run: Run
@@ -214,10 +164,3 @@ def _answers(target: Path, drafter: Path) -> list[tuple[list[int], int, int]]:
         given = [{"prompt_token_ids": [5, 17, 3, 99, 4, 42, 8]}, {"prompt_token_ids": [7, 7, 7]}]
         outputs = llm.generate(given, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
     return [(o.outputs[0].token_ids, o.metrics.num_accepted_tokens, o.metrics.num_steps) for o in outputs]
-
-
-def test_unmeasurable_options_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"server_model='m'.*--server, too"):
-        CompareOptions(server_model="m")
-    with pytest.raises(ConfigError, match="rounds=0"):
-        CompareOptions(rounds=0)

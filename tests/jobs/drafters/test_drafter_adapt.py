@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.engine.json_logs import log_prompts
 from manta.actors.capture.records import CapturedRecord, segment_path
 from manta.actors.tokenization.tokenizer import Tokenizer
 from manta.cluster.errors import ConfigError, DatasetError
@@ -92,15 +90,6 @@ def test_unusable_training_text_is_named(pair: tuple[Path, Path], tmp_path: Path
         read_examples(tmp_path / "few", tokenizer, "data")
     with pytest.raises(DatasetError, match="does not exist"):
         read_examples(tmp_path / "none.jsonl", tokenizer, "data")
-
-
-def test_logs_are_the_same_for_the_same_seed_and_lines_of_json() -> None:
-    first, again, other = (list(islice(log_prompts(seed), 20)) for seed in (1, 1, 2))
-    assert first == again != other
-    for prompt in first:
-        *whole, last_line = prompt.splitlines()
-        fields = {tuple(json.loads(line)) for line in whole}
-        assert len(whole) >= 2 and len(fields) == 1 and last_line.startswith("{")
 
 
 def test_the_gate_decides_whether_anything_is_written(

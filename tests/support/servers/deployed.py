@@ -92,7 +92,7 @@ class Cluster:
         found: dict[str, float] = {}
 
         def scrape() -> bool:
-            families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=10).text)
+            families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=WAIT_S).text)
             samples = (s for each in families if each.name == "vllm:generation_tokens" for s in each.samples)
             found.update({s.labels["replica"]: s.value for s in samples if s.name.endswith("_total")})
             return bool(found)
@@ -147,7 +147,7 @@ def deployed(folder: Path, **args: Any) -> Iterator[Cluster]:  # Any: settings
             serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": cluster.port})
             cluster.deploy()
             wait_until(lambda: len(cluster.pids(REPLICA)) == 2)
-            wait_until(lambda: httpx.get(f"{cluster.url}/health", timeout=10).status_code == 200)
+            wait_until(lambda: httpx.get(f"{cluster.url}/health", timeout=WAIT_S).status_code == 200)
             wait_until(lambda: len(cluster.replicas()) == 2)
             yield cluster
             serve.shutdown()

@@ -154,7 +154,7 @@ class Served:
         ended = self.process.poll() is not None
         self._stop_nodes()
         with contextlib.suppress(AssertionError):
-            wait_until(lambda: not self.processes(), 15.0)
+            wait_until(lambda: not self.processes(), 60.0)
         left = [] if ended else ["the command itself"]
         left += sorted({f"process {Path(command.split()[0]).name}" for _, command in self.processes()})
         left += [f"shared memory {name}" for name in sorted(forgotten_since(self._shared_before))]
