@@ -10,6 +10,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
 KERNEL_TESTS := tests/drafter/gpu_triton/test_kernels_*.py tests/drafter/compute/test_delta_net.py
+COMPILE_TESTS := tests/drafter/gpu_triton/test_kernels_compile.py
 # Doctor's cases are of served sizes, which take the sanitizer minutes each.
 SANITIZED_TESTS := $(filter-out %_cases.py %_compile.py %_variants.py, $(wildcard $(KERNEL_TESTS))) \
   $(addprefix tests/drafter/, gpu_triton/test_sanitizer.py step/test_kernels_trees.py compute/test_draft_trees.py)
@@ -122,14 +123,29 @@ chaos-serve: install  ## kill each process of a server under 32 streams; writes 
 kv-tier: install  ## count what K/V pages on disk save 32 sessions; kill an engine at 20 points while it saves and reads
 	$(BIN)/python tests/trials kv_tier docs/benchmarks/kv-tier-cpu.json
 
-kernels: install  ## test the GPU kernels in Triton's interpreter, and compile all their shapes
-	MANTA_GRID=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
+# In parts, each of some minutes, so that what failed can be run again alone; `make kernels PARTS="sanitize"`.
+PARTS := compile-90 compile-100 compile-103 parity orders rehearse sanitize
+kernels: install  ## all that checks the GPU's kernels without a GPU: compiled, interpreted, rehearsed, sanitized
+	@for part in $(PARTS); do echo "== $$part"; $(MAKE) --no-print-directory $$part || exit 1; done
+
+.PHONY: compile-90 compile-100 compile-103 parity orders rehearse
+compile-90 compile-100 compile-103: compile-%: install
+	MANTA_GRID=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(COMPILE_TESTS) -k "$*]" -q
+
+parity: install  ## test the GPU kernels in Triton's interpreter
+	MANTA_GRID=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(filter-out $(COMPILE_TESTS), $(wildcard $(KERNEL_TESTS))) -q
+
+orders: install  ## explore all orders of ranks, streams and the host
+	MANTA_GRID=whole $(BIN)/python -m pytest tests/end_to_end/gpu_start/test_interleav*.py -q
+
+rehearse: install  ## start and run the GPU's path on a pretended GPU
+	MANTA_GRID=whole $(BIN)/python -m pytest tests/end_to_end/gpu_start/test_gpu_rehearsal.py -q
 
 .PHONY: sanitize
 sanitize: install  ## look for races and accesses out of bounds in the GPU kernels, in Triton's interpreter
 	MANTA_GRID=whole MANTA_SANITIZE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SANITIZED_TESTS) -q
 
-versions: install  ## the same with the oldest supported Triton
+versions: install  ## interpret and compile the GPU kernels with the oldest supported Triton
 	@test -d $(VENV)/triton-$(OLDEST_TRITON) || $(BIN)/python -m pip install --progress-bar off $(PIP_ARGS) \
 	  --no-deps --target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
 	MANTA_GRID=whole PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
