@@ -246,7 +246,8 @@ class ModelSpec:
         layers = (replace(layer, mixer=mixer) for layer, mixer in zip(self.layers, windows, strict=True))
         return replace(self, layers=tuple(layers))
 
-    def of_backend(self) -> ModelStackSpec:
+    def stack_spec(self) -> ModelStackSpec:
+        """Return what a backend must support to compute this model's layers."""
         return ModelStackSpec(
             name="target",
             sizes=frozenset({self.hidden_size}).union(*(layer.inner_sizes for layer in self.layers)),
