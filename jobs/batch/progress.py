@@ -74,6 +74,7 @@ class ProgressMeter:
         self._sample(tokens, answering)
         left_s = None
         if durable_rows and done >= live.rows_running:  # before that only short rows are done
+            # Tokens to come: those of the rows left, less what the running rows have already.
             tokens_per_row = durable_tokens / durable_rows
             running = max(0.0, tokens - durable_tokens - (done - durable_rows) * tokens_per_row)
             rate = self._rate(LATELY_S)

@@ -256,6 +256,7 @@ class ModelSpec:
         )
 
     def _features(self) -> frozenset[Feature]:
+        """Return what the layers need of a backend beyond plain attention and MLP."""
         mixers = self.attentions
         mlps = [mlp for layer in self.layers for mlp in (layer.dense, layer.routed) if mlp is not None]
         heads = {(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.value_dim) for mixer in mixers}

@@ -107,6 +107,7 @@ class StatePair:
         sampling: SlotSampling | Sequence[SlotSampling] = _GREEDY,
         drafts: Sequence[int] = _DRAFTS,
     ) -> None:
+        """Apply two plans to both sides: one that admits the requests, and `step`, in which they decode."""
         self._device = machine.device
         rng = np.random.default_rng(0)
         requests = len(drafts)
