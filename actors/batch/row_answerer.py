@@ -212,9 +212,9 @@ class RowAnswerer:
             "ignored": ignored_fields(request, self._engine.tokenizer),
         }
         response = self._response(request, answer, parsers, prompt_parts)
-        if self._row_schema.kind != "openai" and not (
-            self._row_schema.version > 1 and _says_more(response, first.text)
-        ):
+        # Jobs of version 1 have no such column, and rows of text need none that repeats it.
+        is_needed = self._row_schema.version > 1 and _says_more(response, first.text)
+        if self._row_schema.kind != "openai" and not is_needed:
             return result
         return result | {"response": json.dumps(response, ensure_ascii=False)}
 

@@ -196,6 +196,12 @@ def no_constant(word: str) -> None:
 
 
 def _branches(schema: Any, resolver: Any, visits: Iterator[int], depth: int) -> list[tuple[Schema, ...]]:
+    """Return the branches of a schema, each the plain schemas that hold together in it.
+
+    A schema is a product of factors (its own keywords, `$ref`, each of `allOf`) of which `anyOf` and `oneOf`
+    have several branches. Raises TooManyBranchesError after `visits` schemas or at a chain of `depth`
+    references.
+    """
     if next(visits, None) is None or depth <= 0:
         raise TooManyBranchesError
     if not isinstance(schema, Mapping):

@@ -136,6 +136,7 @@ def _has_strings(branch: Branch) -> bool:
 
 
 def _strings(lark: LarkWriter, branch: Branch, name: str) -> str:
+    """Return the Lark of the texts that a branch allows; name in `left_out` what cannot be written."""
     factors: list[str] = []
     if (literals := branch.literals) is not None:
         factors.append(either(quoted(each) for each in literals if isinstance(each, str)))

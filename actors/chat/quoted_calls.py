@@ -186,23 +186,21 @@ class _QuotedValues:
 
 
 def _sequence(first: list[str], item: str, low: int, high: int | None) -> str:
-    """Return the Lark of comma-separated items: those of `first`, then any, within bounds of their number."""
-    if high is not None and high < len(first):
-        first = first[:high]
+    """Return the Lark of `low` to `high` comma-separated items: those of `first`, then any number of `item`.
+
+    An optional item may only follow the one before it, so the option of that one contains its own:
+    `a ("," b ("," c)?)?`. Written from the end. `high` is None without an upper bound.
+    """
     if high == 0:
         return ""
-    if not first:
-        if low == 0:
-            return f"({_sequence([], item, 1, high)})?"
-        return f'{item} ("," {item}){{{low - 1},{"" if high is None else high - 1}}}'
-    needed = first[: max(low, 1)]
-    written = ' "," '.join(needed)
-    for each in first[len(needed) :][::-1]:
-        written += f' ("," {each}'
-    if high is None or high > len(first):
-        more = max(low - len(first), 0)
-        written += f' ("," {item}){{{more},{"" if high is None else high - len(first)}}}'
-    written += ")?" * (len(first) - len(needed))
+    first = (first or [item])[:high]
+    num_more = f"{max(low - len(first), 0)},{'' if high is None else high - len(first)}"
+    following = "" if high == len(first) else f' ("," {item}){{{num_more}}}'
+    for place in range(len(first) - 1, 0, -1):
+        following = f' "," {first[place]}{following}'
+        if place >= low:
+            following = f" ({following[1:]})?"
+    written = f"{first[0]}{following}"
     return written if low else f"({written})?"
 
 

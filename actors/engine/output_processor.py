@@ -79,6 +79,8 @@ class _Text:
             return None
         begin = len(self.text)
         self.text += fresh
+        # A stop string must end in text that was not searched before, which begins after the earlier `_ahead`
+        # unless that has changed.
         if (fresh + ahead).startswith(self._ahead):
             begin += len(self._ahead)
         self._ahead = ahead

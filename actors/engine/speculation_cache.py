@@ -35,7 +35,8 @@ _MEASURE_S = 1.0  # at most, of a start
 class SpeculationCache:
     def __init__(self, config: EngineConfig, info: ExecutorInfo, engine: EngineCore) -> None:
         pair, self._engine = _pair(config, info), engine
-        self._costs, self._cost_cache = engine.costs, DiskCache("step-costs", _runs(config, info) | pair)
+        self._costs = engine.costs
+        self._cost_cache = DiskCache("step-costs", _cost_factors(config, info) | pair)
         self._survival = engine.acceptance
         self._acceptance_cache = DiskCache("acceptance", pair | _written_s(config))
         spec = config.speculative_config
@@ -97,8 +98,8 @@ def _pair(config: EngineConfig, info: ExecutorInfo) -> dict[str, str | int | Non
     }
 
 
-def _runs(config: EngineConfig, info: ExecutorInfo) -> dict[str, str | int | None]:
-    """Return the further cache key of step times: what else determines them, if known."""
+def _cost_factors(config: EngineConfig, info: ExecutorInfo) -> dict[str, str | int | None]:
+    """Return what determines step times besides the pair of models, for their cache key."""
     spec = config.speculative_config
     return {
         "placement": None if spec is None else spec.placement,

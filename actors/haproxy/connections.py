@@ -33,9 +33,14 @@ class Connections:
 
     @classmethod
     def of(cls, max_files: int, environment: Mapping[str, str]) -> Connections:
-        """Return the limits for `max_files` open files. Raises ConfigError for a wrong variable."""
+        """Return the limits for `max_files` open files. Raises ConfigError for a wrong variable.
+
+        Few files (containers may allow 1024) are shared: at most a quarter is for other things, and at most a
+        sixteenth of the rest for each kind of probes.
+        """
         files = max_files - min(OTHER_FILES, max_files // 4)
         for_probes = min(PROBE_CONNECTIONS, files // 16)
+        # So that `total` fits: clients, and what it adds for probes and statistics.
         possible = max(1, int(files / FILES_PER_CONNECTION) - 2 * for_probes - 1)
         maximum = min(_number(environment, MOST, 1) or MOST_CONNECTIONS, possible)
         per_source = _number(environment, PER_SOURCE, 1) or max(1, maximum // 2)

@@ -200,6 +200,15 @@ class _Document:
         resolver: Any,
         is_merged: bool,
     ) -> None:
+        """Write to `out` what llguidance enforces of a keyword, and name the rest as left out.
+
+        Args:
+            schema: the schema that has the keyword; the meaning of some depends on the others.
+            out: the enforced schema, as far as it is written.
+            at: path of the schema, for names.
+            resolver: finds what `$ref`s name.
+            is_merged: llguidance merges this schema with others that hold at the same place.
+        """
         here = f"{at}.{name}"
         match name:
             case "$ref" if isinstance(value, str):

@@ -128,6 +128,8 @@ class ChatTemplate:
             )
         jinja.check_text(messages, text)
         if tools and not jinja.writes_tools(messages, self._tool_arguments):
+            # Only the client's variables and messages can have written the tools. Without either the text is
+            # not searched: it may contain tools' names by chance.
             by_client = variables or any("tools" in message for message in messages)
             _check_tools(tools, text if by_client else "")
         return _cut_after_final_message(text) if continue_final_message else text

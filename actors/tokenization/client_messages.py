@@ -69,7 +69,7 @@ class TemplateRoles:
         are not checked.
         """
         if roles not in self._taken:
-            self._taken[roles] = self._try(roles)
+            self._taken[roles] = self._renders_all(roles)
         return self._taken[roles]
 
     def fit(self, messages: Sequence[Message]) -> list[Message]:
@@ -138,7 +138,8 @@ class TemplateRoles:
     def _accepts_after(self, role: str) -> bool:
         return self.takes("user", role, "user") and self.takes("user", "assistant", role, "user")
 
-    def _try(self, roles: tuple[str, ...]) -> bool:
+    def _renders_all(self, roles: tuple[str, ...]) -> bool:
+        """Render a conversation with a unique text in each message; return whether all texts are there."""
         marks = [f"probed{i}text" for i in range(len(roles))]
         messages = [_probe(role, mark) for role, mark in zip(roles, marks, strict=True)]
         try:
@@ -146,6 +147,7 @@ class TemplateRoles:
         except RequestError:
             return False
         pairs = zip(marks, roles, strict=True)
+        # Calls have no text, or one that templates may leave out beside reasoning.
         return all(mark in rendered for mark, role in pairs if not role.endswith("call"))
 
 

@@ -101,14 +101,16 @@ class TokenPieces(dict[int, Piece]):
         parts = [] if decoder is None else _parts(json.loads(decoder.__getstate__()))
         kinds = [part["type"] for part in parts]
         self._has_byte_tokens = "ByteFallback" in kinds
-        self._context: list[int] = []  # a token placed before the tokens to decode; its text is cut off again
-        self._num_context = 0  # characters of that text
+        # A token placed before the tokens to decode, as decoders strip the first token's space; and the
+        # number of its characters, which are cut off again.
+        self._lead: list[int] = []
+        self._num_lead_chars = 0
         if kinds[:1] == ["ByteLevel"] and set(kinds[1:]) <= {"Fuse"}:
             self.kind, self._make = ByteLevelDetokenizer, self._bytes_of
         elif _goes_by_token(parts):
             self.kind, self._make = RunDetokenizer, self._text_of
-            self._context = self._find_context()
-            self._num_context = len(self.decode(self._context))
+            self._lead = self._find_lead()
+            self._num_lead_chars = len(self.decode(self._lead))
         else:
             self.kind, self._make = FullDetokenizer, lambda token_id, spelling: ""  # never called
 
@@ -128,7 +130,7 @@ class TokenPieces(dict[int, Piece]):
 
     def decode_continuation(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens that follow others: no leading space is stripped."""
-        return self.decode([*self._context, *token_ids])[self._num_context :]
+        return self.decode([*self._lead, *token_ids])[self._num_lead_chars :]
 
     def _bytes_of(self, token_id: int, spelling: str) -> Piece:
         known = [_BYTES.get(char) for char in spelling]
@@ -142,7 +144,8 @@ class TokenPieces(dict[int, Piece]):
         byte = _byte_of(spelling) if self._has_byte_tokens else None
         return self.decode_continuation([token_id]) if byte is None else bytes([byte])
 
-    def _find_context(self) -> list[int]:
+    def _find_lead(self) -> list[int]:
+        """Return the first token that has text of its own; no byte, which may be part of a character."""
         for token_id in range(self._backend.get_vocab_size()):
             spelling = self._backend.id_to_token(token_id)
             is_byte = self._has_byte_tokens and spelling is not None and _byte_of(spelling) is not None

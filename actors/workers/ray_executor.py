@@ -285,6 +285,10 @@ class RayExecutor:
         atexit.unregister(self.close)
 
     def _start(self, group: PlacementGroup | None, timeout_s: float) -> tuple[ExecutorInfo, tuple[int, ...]]:
+        """Place the workers, load the models and start the loop of each; return rank 0's facts, and pids.
+
+        The first drafter is started while the workers load.
+        """
         if not ray.is_initialized():
             start_ray(include_dashboard=False)
         topology = Topology.of(self._config, node_resources())

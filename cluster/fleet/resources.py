@@ -20,7 +20,12 @@ Resources = Mapping[str, float]  # of one node, by Ray's names
 
 @dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """The resources of one engine, `actor` for its own process; without `num_threads` workers choose."""
+    """The resources of one engine; without `num_threads` workers choose.
+
+    Attributes:
+        bundles: of its placement group, for all its processes.
+        actor: for the process that drives it: one of the bundles, or nothing if workers have them all.
+    """
 
     bundles: tuple[Bundle, ...]
     actor: Bundle
@@ -28,6 +33,7 @@ class ResourceRequest:
 
     @property
     def needs(self) -> Bundle:
+        """Sum of all bundles."""
         return total(list(self.bundles))
 
     def num_fitting(self, nodes: Sequence[Resources]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..errors import PlacementError
 from ..pages.kv_cache_groups import KVCacheLayout, LayerPlace, plan_kv_cache, plane_width
@@ -65,7 +66,8 @@ def estimate_memory(
     if target_free <= 0:
         raise _too_large(pair, gpu, layout, budget - target_free)
     pages, states = kv_cache_layout(pair, layout, demand.max_model_len), _state_bytes(pair, layout)
-    budgets = [(target_free - states, page_bytes(pair, layout, pages, target=True))]
+    target_gpu = _PageMemory(target_free, page_bytes(pair, layout, pages, target=True), states)
+    gpus = [target_gpu]
     if layout.has_drafter_gpu:
         free = _drafter_gpu(pair, layout, budget)
         if free <= 0:
@@ -74,19 +76,38 @@ def estimate_memory(
                 "the target's embedding and head. Colocate the drafter, or take a larger GPU.",
                 param="gpu",
             )
-        budgets.append((free, page_bytes(pair, layout, pages, target=False)))
-    for free, sizes in budgets:
-        if _sequence_bytes(pages, sizes, demand.max_model_len) > free:
-            raise _too_long(pages, sizes, free, layout, demand)
-    sequence_bytes = [_sequence_bytes(pages, sizes, demand.context) for _, sizes in budgets]
-    budgets[0], per_sequence = (target_free, budgets[0][1]), sequence_bytes[0]
-    sequence_bytes[0] += states
-    largest = min(_sequences(free, size) for (free, _), size in zip(budgets, sequence_bytes, strict=True))
-    free = target_free - int(min(largest, MAX_NUM_SEQS)) * states
-    kv_bytes = min(free, int(largest * per_sequence)) if len(budgets) > 1 else free
+        gpus.append(_PageMemory(free, page_bytes(pair, layout, pages, target=False), 0))
+    for gpu_memory in gpus:
+        for_pages = gpu_memory.free_bytes - gpu_memory.state_bytes
+        if _sequence_bytes(pages, gpu_memory.page_bytes, demand.max_model_len) > for_pages:
+            raise _too_long(pages, gpu_memory.page_bytes, for_pages, layout, demand)
+    largest = min(each.num_sequences(pages, demand.context) for each in gpus)
+    kv_bytes = target_free - int(min(largest, MAX_NUM_SEQS)) * states
+    per_sequence = _sequence_bytes(pages, target_gpu.page_bytes, demand.context)
+    if layout.has_drafter_gpu:  # which may hold fewer sequences than the target's GPU
+        kv_bytes = min(kv_bytes, int(largest * per_sequence))
     return MemoryEstimate(
         weights, kv_bytes, int(kv_bytes / per_sequence * demand.context), int(largest), states
     )
+
+
+class _PageMemory(NamedTuple):
+    """What a GPU has for sequences, and what they take of it.
+
+    Attributes:
+        free_bytes: for pages and recurrent states of all sequences.
+        page_bytes: of a page of each pool.
+        state_bytes: recurrent states of a sequence.
+    """
+
+    free_bytes: int
+    page_bytes: tuple[int, ...]
+    state_bytes: int
+
+    def num_sequences(self, pages: KVCacheLayout, context: int) -> float:
+        """Return how many sequences of `context` tokens fit; inf if they take nothing here."""
+        each = _sequence_bytes(pages, self.page_bytes, context) + self.state_bytes
+        return self.free_bytes // each if each else float("inf")
 
 
 def _target_gpu(pair: ModelPair, layout: ParallelLayout, given: int) -> tuple[int, int]:
@@ -157,10 +178,6 @@ def page_bytes(
 def _sequence_bytes(pages: KVCacheLayout, sizes: tuple[int, ...], num_tokens: int) -> int:
     in_use = pages.pages_per_sequence(num_tokens, PAGE_SIZE, MAX_ROWS)
     return sum(count * size for count, size in zip(in_use, sizes, strict=True))
-
-
-def _sequences(free: int, sequence_bytes: int) -> float:
-    return free // sequence_bytes if sequence_bytes else float("inf")
 
 
 def _too_large(pair: ModelPair, gpu: Gpu, layout: ParallelLayout, needed: int) -> PlacementError:

@@ -312,6 +312,11 @@ class KVTier(NoTier):
         return begun
 
     def on_moved(self, done: PagesMoved) -> None:
+        """Complete a save or a read of pages: of each it is known whether it has moved.
+
+        A page that was read becomes a page of the prefix cache, and the requests that waited for it may
+        enter.
+        """
         if self._save is not None and done.number == self._save.number:
             for page, has_moved in zip(self._save.pages, done.moved, strict=True):
                 self._manager.movable[page.group].drop([page.page])

@@ -192,6 +192,11 @@ def _clip(windows: Sequence[int | None], max_model_len: int) -> list[int | None]
 
 
 def _plan_model(windows: list[int | None], geometries: Sequence[KVCacheSpec], max_model_len: int) -> _Model:
+    """Group a model's layers by window and geometry into pages, by the plan with the least `_cost`.
+
+    Candidates have 1, 2, .. planes; with one geometry also a single group, with the widest window for all
+    layers.
+    """
     kinds = geometries or (_SAME_GEOMETRY,) * len(windows)
     width = max(kind.width for kind in kinds)
     layers = [_Layer(w, kind, width // kind.width) for w, kind in zip(windows, kinds, strict=True)]
@@ -221,6 +226,11 @@ def _cut(layers_of: Mapping[_Layer, list[int]], num_planes: int) -> _Model:
 
 
 def _cost(model: _Model, layers: Sequence[_Layer], max_model_len: int) -> float:
+    """Return the memory that a plan takes relative to what the layers need, plus a cost per group.
+
+    `padding`: empty planes. `excess`: pages that a long sequence holds for groups whose window is wider than
+    needed.
+    """
     groups, places = model
     planes = 1 + max(place.plane for place in places)
 

@@ -61,6 +61,10 @@ class LayoutMisfit:
 def estimate(
     pair: ModelPair, gpu: Gpu, layout: ParallelLayout, demand: LayoutDemand
 ) -> LayoutEstimate | LayoutMisfit:
+    """Return a layout's speed for one request and at its best batch, or why it does not fit.
+
+    The best batch is the demand's, or else the one with the most tokens per second within the SLO.
+    """
     try:
         memory = estimate_memory(pair, gpu, layout, demand)
     except PlacementError as error:

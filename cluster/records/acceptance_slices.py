@@ -237,6 +237,11 @@ def _slice(
     survival: Survival,
     num_lost: float,
 ) -> SliceReport | None:
+    """Return the report of the blocks with one value of a dimension; None if no draft of theirs was verified.
+
+    They are compared with all other blocks and with `control` (prompts of the card); `num_lost` are the lost
+    drafts of all traffic.
+    """
     inside = [each for each in groups if each.labels.get(dimension) == value]
     others = [each for each in (*groups, *control) if each.labels.get(dimension) != value]
     relative, rest = relative_acceptance(inside, survival), relative_acceptance(others, survival)
@@ -314,6 +319,11 @@ def _better_half(groups: Sequence[BlockGroup]) -> Survival:
 def _positions(
     groups: Sequence[BlockGroup], survival: Survival, num_lost: float
 ) -> tuple[PositionReport, ...]:
+    """Return acceptance by position in the block, and each position's share of the slice's lost drafts.
+
+    A position is reached by blocks that have a draft there and accepted all before it. `survival` is the
+    reference.
+    """
     made, hits = _position_counts(groups)
     found: list[PositionReport] = []
     for place, (num, hit) in enumerate(zip(made, hits, strict=True)):

@@ -269,32 +269,50 @@ class StepController:
             self._learn_acceptance(step, outcome, result)
             # A trial represents only itself; any other step also those since the last one learned from.
             num_steps = 1 if step.choice.is_trial or step.load.prompt_rows else self._num_unlearned
-            self._learn_costs(step, outcome, result, seconds, num_steps)
+            self._learn_costs(step, result, seconds)
+            if self._policy is not None and not step.load.prompt_rows:
+                self._count_worth(self._policy, step, outcome, seconds, num_steps)
             self._num_unlearned -= num_steps
 
-    def _learn_costs(
-        self, step: ScheduledStep, outcome: StepOutcome, result: StepResult, seconds: float, num_steps: int
-    ) -> None:
+    def _learn_costs(self, step: ScheduledStep, result: StepResult, seconds: float) -> None:
+        """Learn what drafting and the rest of a step take, from one that took `seconds`."""
         plan, draft_s = step.plan, result.timings.draft_s
         if not step.load.prompt_rows:  # without drafts the drafter's context need not be written
             draft_s += result.timings.inject_s
-        num_verified, num_drafting = _num_verified(plan, result), int(np.count_nonzero(plan.num_drafts))
-        draft_rows = 0 if result.is_pass_skipped else int(plan.block_drafts.sum()) + num_drafting
+        num_drafting = int(np.count_nonzero(plan.num_drafts))
         # Seconds of choosing which drafts to verify, which plain steps do not have.
         shape_s = TRIM_S if plan.is_trimmed_by_host else 0.0
         if step.choice.shape is not None:
             shape_s = self._shaper.grow_s(result)
         self._costs.observe(
-            *(step.load, num_verified, draft_rows, draft_s, seconds - draft_s - shape_s, num_drafting),
+            step.load,
+            _num_verified(plan, result),
+            # Rows of the drafter's pass: a block has a request's anchor and its drafts.
+            0 if result.is_pass_skipped else int(plan.block_drafts.sum()) + num_drafting,
+            draft_s,
+            seconds - draft_s - shape_s,
+            num_drafting,
             is_change=step.choice.is_change,
         )
         self._measured_prompt_rows = max(self._measured_prompt_rows, int(step.load.prompt_rows))
-        if self._policy is None or step.load.prompt_rows:
-            return
+
+    def _count_worth(
+        self,
+        policy: DraftLengthPolicy,
+        step: ScheduledStep,
+        outcome: StepOutcome,
+        seconds: float,
+        num_steps: int,
+    ) -> None:
+        """Compare a step of decoding requests with a plain one, for the loss budget and the speed-up.
+
+        The step took `seconds`, and stands for `num_steps` like it.
+        """
         num_out_R, weights_R = outcome.num_out, step.weights_R[step.remaining_R]
         own_worth, worth = float(step.weights_R.sum()), float(weights_R.dot(num_out_R))
-        self._policy.update_budget(step.choice, own_worth, worth, seconds, num_steps)
+        policy.update_budget(step.choice, own_worth, worth, seconds, num_steps)
         if step.choice.plain_s and len(num_out_R):
+            # A plain step would give each request one token in `plain_s`.
             self.speculating_s += num_steps * seconds
             self.plain_s += num_steps * int(num_out_R.sum()) / len(num_out_R) * step.choice.plain_s
 

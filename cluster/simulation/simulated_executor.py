@@ -123,6 +123,10 @@ class SimulatedExecutor:
         return np.where(plan.num_computed < 0, self._computed_S[plan.slots], plan.num_computed)
 
     def _run(self, plan: SchedulerOutput) -> StepResult:
+        """Return a step's result: each accepted draft is the token that plain decoding has at its position.
+
+        Drafts are accepted only where the current drafter has the context of all earlier steps.
+        """
         for request in plan.admitted:
             self._admit(request)
         seeds_R = self._seeds_S[plan.slots]

@@ -144,6 +144,11 @@ class DraftLengthPolicy:
     # Planning.
 
     def choose(self, batch: DecodeBatch, load: StepLoad) -> DraftChoice:
+        """Return the number of drafts of each decoding request in the next step.
+
+        In this order: lengths that are being measured, then the most drafts until a step was measured. After
+        that a review chooses a length now and then, and trials of another one follow it.
+        """
         if self._measured is not None:
             length = next(self._measured)
             return DraftChoice(np.minimum(batch.limits_R, length), length, is_trial=True)

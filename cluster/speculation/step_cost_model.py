@@ -148,8 +148,9 @@ class PassRegression:
         self._covariance_FF = self._covariance_FF - gain_F[:, None] * covariance_F + self._walk_FF
 
     def _begin(self, rows: float, load: StepLoad, seconds: float) -> None:
-        """Scale the prior to the first pass."""
+        """Scale the prior so that it predicts the first pass's seconds."""
         context = max(float(np.max(load.context)), _USUAL_CONTEXT)
+        # What the pass takes by the prior's coefficients, in their units.
         parts = float(_features(rows, load)[0] @ _prior(context, 1.0)[0])
         theta_F, covariance_FF = _prior(context, parts)
         scale = seconds / parts

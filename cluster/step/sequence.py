@@ -60,6 +60,10 @@ class Sequence:
 
     @classmethod
     def of(cls, request: Request, rank: Rank, max_length: int, model_eos: tuple[int, ...]) -> Sequence:
+        """Make the sequence of a request; `max_length` and `model_eos` are the engine's.
+
+        A resumed request has output tokens already, which count as output, not as prompt.
+        """
         params, length = request.params, len(request.prompt_token_ids)
         assert params.seed is not None, "SamplingParams.with_seed() comes before the engine"
         room = max_length - length

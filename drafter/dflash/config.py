@@ -138,7 +138,8 @@ class DrafterConfig(DrafterShape):
         keys = {"speculators": "aux_hidden_state_layer_ids", "z-lab": "dflash_config.target_layer_ids"}
         return keys.get(self.layout, "target_layer_ids")
 
-    def of_backend(self) -> ModelStackSpec:
+    def stack_spec(self) -> ModelStackSpec:
+        """Return what a backend must support to compute this model's layers."""
         features: set[Feature] = set()
         if self.attention_sinks:
             features.add("attention sinks")

@@ -105,6 +105,10 @@ class ZLab(Backbone, DSparkHeads):
         return self
 
     def _check_heads_are_of_dspark(self) -> None:
+        """Refuse DSpark's heads in a drafter of another kind, and DFlash2's parts in a DSpark drafter.
+
+        Keys may be at the top and in `dflash_config`, with equal values.
+        """
         heads, nested = self.heads, self.dflash_config
         for key in self.model_fields_set & nested.model_fields_set & DSparkHeads.model_fields.keys():
             if getattr(self, key) != (inner := getattr(nested, key)):

@@ -104,7 +104,10 @@ class DFlashProposer:
             self.settle()
 
     def settle(self) -> None:
-        """Write what is deferred."""
+        """Write the context of the steps since the last block: no row reads it before the next one.
+
+        One write for several steps costs about what one for a single step does.
+        """
         if not self._deferred:
             return
         (taps_NmH, rows), *others = self._deferred
@@ -116,7 +119,7 @@ class DFlashProposer:
             placed = PlacedRows(
                 torch.cat([rows.positions_N for _, rows in self._deferred]),
                 kv_slots=tuple(torch.cat(of_group) for of_group in slots),
-                batches=(),
+                batches=(),  # nothing attends
             )
         self._deferred, self._num_deferred = [], 0
         self.inject_features(self.drafter.context_features(taps_NmH), placed)

@@ -128,6 +128,10 @@ def make_block(
     rope: RotaryEmbedding,
     backend: Backend,
 ) -> tuple[AttentionShape, BlockWeights]:
+    """Return a layer's attention and weights as backends take them; `at` is the prefix of its tensors' names.
+
+    `qkv` is its projection, which may share memory with those of other layers.
+    """
     eps, sinks_Q = config.rms_norm_eps, weights.get(f"{at}self_attn.attention_sink_bias")
     q_norm_D, k_norm_D = (weights.get(f"{at}self_attn.{name}_norm.weight") for name in "qk")
 

@@ -62,7 +62,8 @@ class Eagle3Config(DrafterShape):
 
         return read_drafter(path, overrides, read)
 
-    def of_backend(self) -> ModelStackSpec:
+    def stack_spec(self) -> ModelStackSpec:
+        """Return what a backend must support to compute this model's layers."""
         return ModelStackSpec(
             name="drafter",
             sizes=frozenset({self.hidden_size, self.intermediate_size}),

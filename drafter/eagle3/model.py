@@ -83,21 +83,20 @@ class Eagle3Drafter:
     def _make_layer(
         self, weights: DrafterWeights, backend: Backend
     ) -> tuple[TransformerBlock, Projection, HeadNorm | None]:
-        """Return the layer, and the projection and norm that make K and V where nothing else is needed."""
+        """Return the layer, and for `write_entries` its K and V projection and the norm of keys, if any."""
         config, eps = self.config, self.config.rms_norm_eps
         weights = arranged(config.rope, weights)
-        qkv = QKVWeights(config, weights, [[0]])
+        qkv = QKVWeights(config, weights, groups=[[0]])  # one page group with the only layer
         shape, parts = make_block(
             config, config.layers[0], weights, LAYER, qkv.of_layer(0, backend), self._rope, backend
         )
+        # `g` has a norm of its own; `input_layernorm` is that of the token's embedding.
         parts = replace(parts, attention_norm=self._hidden_norm)
         k_norm_D = shape.k_norm_D
         k_norm = None if k_norm_D is None else HeadNorm(k_norm_D.expand(config.num_kv_heads, -1), eps)
-        return (
-            TransformerBlock(backend, replace(shape, first_key=1), parts),
-            qkv.keys_and_values([0], backend),
-            k_norm,
-        )
+        # No row sees position 0, which has no entry.
+        block = TransformerBlock(backend, replace(shape, first_key=1), parts)
+        return block, qkv.keys_and_values([0], backend), k_norm
 
     def new_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> PagedKVCache:
         """Return pages for K/V of `dtype`, by default the drafter's; in e4m3 with the checkpoint's scales."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -41,7 +42,8 @@ from .token_bitmasks import Ints, RowMasks, Words
 from .tree_walks import TreeWalk, restriction
 
 Margins = NDArray[np.float32]
-_Drafted = tuple[LLMatcher, int, list[int]]  # (matcher, its row among the masks, the drafts after it)
+# The argument of llguidance's executor: (matcher, its row among the masks, the drafts after it).
+_MatcherWithDrafts = tuple[LLMatcher, int, list[int]]
 TokenReader = Callable[[int, int, int], list[int]]  # (slot, begin, end) -> these tokens of its request
 
 
@@ -66,6 +68,14 @@ class _Walk:
 
     def has_failed(self) -> bool:
         return self.matcher is not None and self.matcher.is_error()
+
+
+class _RowsOfWalk(NamedTuple):
+    """A walk, and the range of its request's rows among a step's masks."""
+
+    walk: _Walk
+    first: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +174,10 @@ class GrammarStates:
         is_held_R[[walk.place for walk in step.walks]] = True
         counts_H = counts_R[is_held_R]
         bits_MW, ends_H = self._mask_buffer(int(counts_H.sum())), np.cumsum(counts_H)
-        rows = list(zip(step.walks, (ends_H - counts_H).tolist(), ends_H.tolist(), strict=True))
+        rows = list(map(_RowsOfWalk, step.walks, (ends_H - counts_H).tolist(), ends_H.tolist()))
         write = self._write if step.trees is None else partial(self._write_trees, *step.trees)
         write(rows, bits_MW)
-        if failed := [row for row in rows if row[0].has_failed()]:
+        if failed := [each for each in rows if each.walk.has_failed()]:
             for walk, *_ in failed:
                 self._rewind(walk)
                 self._walk_or_fail(walk, step.forces)
@@ -216,46 +226,56 @@ class GrammarStates:
     def _follow(
         self, slot: GrammarSlot, matcher: LLMatcher, drafts: list[int], forces: bool
     ) -> tuple[int, list[int]]:
-        """Replace drafts by forced tokens. Return the number of allowed drafts and the forced places."""
-        num_walked, forced, places = 0, forced_tokens(slot, matcher) if forces else [], list[int]()
+        """Replace drafts by forced tokens, in place.
+
+        Return the number of allowed drafts, and the indices of forced ones (of which some may be beyond the
+        allowed ones).
+        """
+        num_walked, forced_places = 0, list[int]()
+        forced = forced_tokens(slot, matcher) if forces else []
         while num_walked < len(drafts):
-            drafts[num_walked : num_walked + len(forced)] = forced[: len(drafts) - num_walked]
-            places += range(num_walked, num_walked + len(forced))
+            num_forced = min(len(forced), len(drafts) - num_walked)
+            drafts[num_walked : num_walked + num_forced] = forced[:num_forced]
+            forced_places += range(num_walked, num_walked + num_forced)
             count = matcher.try_consume_tokens(self._before_end(drafts[num_walked:]))
             num_walked += count
+            # At the first disallowed draft, the grammar may force a token that replaces it.
             forced = forced_tokens(slot, matcher) if forces and count else []
             if not forced:
                 break
         if num_walked:
             matcher.rollback(num_walked)
-        return num_walked, places
+        return num_walked, forced_places
 
-    def _write(self, rows: Iterable[tuple[_Walk, int, int]], bits_MW: Words) -> None:
-        drafted = list[tuple[_Walk, _Drafted]]()
-        begin, stride = bits_MW.ctypes.data, bits_MW.strides[0]
+    def _write(self, rows: Iterable[_RowsOfWalk], bits_MW: Words) -> None:
+        """Write the masks of rows to which grammars apply: one before the allowed drafts, one after each."""
+        with_drafts = list[tuple[_Walk, _MatcherWithDrafts]]()
+        address, row_bytes = bits_MW.ctypes.data, bits_MW.strides[0]
         for walk, first, end in rows:
-            row = first + walk.num_free
+            row = first + walk.num_free  # the first to which the grammar applies
             if walk.matcher is None or row >= end:
                 continue
+            # A request may have fewer rows than drafts were walked through.
             num_walked = min(walk.num_walked, end - row - 1)
             bits_MW[row : row + num_walked + 1].fill(0)
             if num_walked:
                 walked = walk.drafts_D[walk.num_free : walk.num_free + num_walked].tolist()
-                drafted.append((walk, (walk.matcher, row, walked)))
+                with_drafts.append((walk, (walk.matcher, row, walked)))
             elif not walk.slot.is_over:
                 with ending(walk.slot):
-                    walk.matcher.unsafe_compute_mask_ptr(begin + row * stride, stride)
-        if drafted:
-            make = self._executor.unsafe_compute_mask_ptr_with_draft_token
+                    walk.matcher.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
+        if with_drafts:
+            compute = self._executor.unsafe_compute_mask_ptr_with_draft_token
             try:
-                make([each for _, each in drafted], begin, stride, len(bits_MW))
-            except Exception:  # one of them fails
-                for walk, each in drafted:
+                compute([each for _, each in with_drafts], address, row_bytes, len(bits_MW))
+            except Exception:
+                # One of them fails, and the error does not say which; alone it ends only its own answer.
+                for walk, each in with_drafts:
                     with ending(walk.slot):
-                        make([each], begin, stride, len(bits_MW))
+                        compute([each], address, row_bytes, len(bits_MW))
 
     def _write_trees(
-        self, tokens_RM: Ints, parents_RM: Ints, rows: Iterable[tuple[_Walk, int, int]], bits_MW: Words
+        self, tokens_RM: Ints, parents_RM: Ints, rows: Iterable[_RowsOfWalk], bits_MW: Words
     ) -> None:
         for walk, first, end in rows:
             nodes, walk.num_free = slice(0, end - first - 1), 0  # only its root is certain to be reached
@@ -271,10 +291,14 @@ class GrammarStates:
         return drafts[: next((i for i, ends in enumerate(is_end) if ends), len(drafts))]
 
     def _begin(self, slot_grammar: SlotGrammar) -> GrammarSlot:
-        slot = GrammarSlot(slot_grammar, None, slot_grammar.prompt_length, forces=slot_grammar.grammar.forces)
-        if not slot_grammar.grammar.after_token_ids:
+        """Return the state after the prompt. A grammar with a start marker gets its matcher at the marker."""
+        grammar = slot_grammar.grammar
+        slot = GrammarSlot(
+            slot_grammar, matcher=None, num_read=slot_grammar.prompt_length, forces=grammar.forces
+        )
+        if not grammar.after_token_ids:
             try:
-                slot.matcher = self.compiler.matcher(slot_grammar.grammar)
+                slot.matcher = self.compiler.matcher(grammar)
             except GrammarError as error:
                 fail(slot, error)
         return slot

@@ -101,6 +101,10 @@ def restriction(slot: GrammarSlot, compiler: GrammarCompiler) -> Restriction:
     walk, runs = TreeWalk(slot, compiler), dict[int, list[int]]()
 
     def children(nodes: TreeNodes, possible: list[Child]) -> list[Child]:
+        """Return which of a new node's possible children the grammar allows: a forced token, or some.
+
+        Their chances are relative to the tokens that the grammar allows.
+        """
         row = len(nodes.parents)
         walk.extend(nodes.parents, nodes.tokens)
         matcher = walk.matcher(row)
@@ -108,11 +112,13 @@ def restriction(slot: GrammarSlot, compiler: GrammarCompiler) -> Restriction:
             return possible if walk.is_free(row) else []
         run = runs.get(nodes.parents[-1], [])[1:] if row else forced_tokens(slot, matcher)
         allowed = [child for child in possible if walk.allows(matcher, child.token)] if not run else []
+        # The likeliest child is not allowed: there may be only one token that is.
         if not run and allowed[:1] != possible[:1]:
             run = forced_tokens(slot, matcher)
         if run:
             runs[row] = run
             return [Child(1.0, 0, run[0], 0)]
+        # Chances of disallowed children go to the others.
         others = sum(child.chance for child in possible) - sum(child.chance for child in allowed)
         rest = max(1.0 - others, _MIN_REST)
         return [child._replace(chance=min(child.chance / rest, _MAX_CHANCE)) for child in allowed]

@@ -197,40 +197,62 @@ class SuffixMixer:
     def mix(self, drafted: Proposals | None, plan: SchedulerOutput, device: torch.device) -> Proposals:
         """Return for each request the drafter's proposals (None: left out) or suffix decoding's."""
         copies = self._copies
-        if copies is None or (drafted is not None and drafted.margins_RK is None):
-            return drafted or Proposals.none(plan.num_requests, device)
-        by_own, kept = self._drafted.calibration(plan.slots), None
-        if plan.needs_candidates:
-            kept = copies.with_chances()
         if drafted is None:
-            is_copied_R = plan.num_drafts > 0
-            self._drafted.drop(plan.slots)
-            self._num_skipped += 1
-        else:
-            assert drafted.margins_RK is not None, "returned above"
-            own = _Candidates(drafted.drafts_RK.cpu().numpy(), drafted.margins_RK.cpu().numpy())
-            self._drafted.keep(plan.slots, own)
-            own_expected_R, drafting_D = _survivals(own, by_own).sum(axis=1), np.flatnonzero(plan.num_drafts)
-            self._gains.add(plan.slots[drafting_D], own_expected_R[drafting_D])
-            is_copied_R = copies.num_expected() > own_expected_R
-            self._num_skipped = 0
-            if not is_copied_R.any():  # partial as on all ranks, of which rank 0 decides
-                return replace(drafted, is_partial=True, is_copied_R=is_copied_R, copies=kept)
-        drafts_RK, margins_RK = copies.candidates
-        margins_RK = _converted(margins_RK, copies.calibration, plan.trim or by_own)
-        if drafted is None:
-            both = (torch.from_numpy(each).to(device) for each in (drafts_RK, margins_RK))
-            mixed = Proposals(*both, is_partial=True, is_copied_R=is_copied_R, copies=kept)
-            return replace(mixed, is_pass_skipped=True)
-        assert drafted.margins_RK is not None, "returned above"
-        return replace(
+            if copies is None:
+                return Proposals.none(plan.num_requests, device)
+            return self._copies_alone(copies, plan, device)
+        if copies is None or drafted.margins_RK is None:
+            return drafted
+        return self._choose(drafted, drafted.margins_RK, copies, plan)
+
+    def _copies_alone(self, copies: _Copies, plan: SchedulerOutput, device: torch.device) -> Proposals:
+        """Return the suffix drafts of all requests; the drafter's pass was left out."""
+        self._drafted.drop(plan.slots)
+        self._num_skipped += 1
+        margins_RK = self._margins_as_own(copies, plan)
+        drafts_RK, margins_RK = (
+            torch.from_numpy(each).to(device) for each in (copies.candidates.drafts_RK, margins_RK)
+        )
+        return Proposals(
+            drafts_RK,
+            margins_RK,
+            is_partial=True,
+            is_copied_R=plan.num_drafts > 0,
+            copies=copies.with_chances() if plan.needs_candidates else None,
+            is_pass_skipped=True,
+        )
+
+    def _choose(
+        self, drafted: Proposals, own_margins_RK: torch.Tensor, copies: _Copies, plan: SchedulerOutput
+    ) -> Proposals:
+        """Return for each request the drafts of which more are expected to be accepted."""
+        own = _Candidates(drafted.drafts_RK.cpu().numpy(), own_margins_RK.cpu().numpy())
+        own_expected_R = _survivals(own, self._drafted.calibration(plan.slots)).sum(axis=1)
+        drafting_D = np.flatnonzero(plan.num_drafts)
+        self._drafted.keep(plan.slots, own)
+        self._gains.add(plan.slots[drafting_D], own_expected_R[drafting_D])
+        self._num_skipped = 0
+        is_copied_R = copies.num_expected() > own_expected_R
+        # Marked as mixed even without a copy: rank 0 decides what is copied, so ranks may find differently.
+        mixed = replace(
             drafted,
-            drafts_RK=_where(is_copied_R, drafts_RK, drafted.drafts_RK),
-            margins_RK=_where(is_copied_R, margins_RK, drafted.margins_RK),
             is_partial=True,
             is_copied_R=is_copied_R,
-            copies=kept,
+            copies=copies.with_chances() if plan.needs_candidates else None,
         )
+        if not is_copied_R.any():
+            return mixed
+        margins_RK = self._margins_as_own(copies, plan)
+        return replace(
+            mixed,
+            drafts_RK=_where(is_copied_R, copies.candidates.drafts_RK, drafted.drafts_RK),
+            margins_RK=_where(is_copied_R, margins_RK, own_margins_RK),
+        )
+
+    def _margins_as_own(self, copies: _Copies, plan: SchedulerOutput) -> Floats:
+        """Return the margins at which the drafter's own drafts would have the copies' probabilities."""
+        own = plan.trim or self._drafted.calibration(plan.slots)
+        return _converted(copies.candidates.margins_RK, copies.calibration, own)
 
     def _judge(self, plan: SchedulerOutput, states: KnownTokens) -> None:
         """Learn from the tokens committed since the kept drafts of the requests that draft again."""

@@ -35,6 +35,10 @@ SHOWN = 20  # mismatches in the certificate
 
 
 def run_audit(config: EngineConfig, options: AuditOptions) -> Certificate:
+    """Answer all prompts with speculation and without, and return where tokens differ, as a certificate.
+
+    Drafts are made in every step. The second half runs in reverse order, so in other batches.
+    """
     if config.speculative_config is None:
         raise ConfigError(
             "speculative_config is missing: there is no speculation to audit. Give --spec-model.",

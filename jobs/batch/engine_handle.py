@@ -70,6 +70,7 @@ class EngineHandle:
         return self.state.running < self.state.capacity and not self.state.waiting
 
     def launch(self, placement: Placement, setup: ray.ObjectRef) -> None:
+        """Create the engine's actor in its placement; `setup` is an `EngineSetup` in Ray's object store."""
         self._placement = placement
         resources = placement.resources
         actor = ray.remote(BatchEngine).options(
@@ -78,11 +79,9 @@ class EngineHandle:
             scheduling_strategy=placement.strategy,
             name=f"manta-batch-engine-{self.number}-{self.name[-8:]}",  # shown by Ray's dashboard
         )
-        devices = (
-            ("GPU", resources.needs["GPU"])
-            if "GPU" in resources.needs
-            else ("core", resources.needs.get("CPU", 1.0))
-        )
+        # What the report counts device hours of: the GPUs of all the engine's processes, or else its cores.
+        needs = resources.needs
+        devices = ("GPU", needs["GPU"]) if "GPU" in needs else ("core", needs.get("CPU", 1.0))
         self._actor = actor.remote(setup, resources.num_threads, devices, self.number, self.name)
 
     async def start(self) -> str:

@@ -180,6 +180,11 @@ class EnginePool:
                 self._finish(None)
 
     async def _refresh(self, nodes: NodeWatch, passed_s: float) -> None:
+        """Read the state of the engines, show it, and act on it.
+
+        Engines whose node leaves are drained. If no row is left to lease and an engine has nothing to do, the
+        one with the longest backlog returns it.
+        """
         working = [engine for engine in self._engines if engine.working]
         await asyncio.gather(*(engine.refresh() for engine in working))
         self._size.record_work(len(working), passed_s)

@@ -197,6 +197,11 @@ class _Driver:
                 engines.join(END_TIMEOUT_S)
 
     def _handle_events(self) -> None:
+        """Show what the engines' thread reports, until all rows are done. Raises what ended it.
+
+        A signal or the time limit stops the engines; this then waits until their finished rows are written.
+        If nothing runs yet, it raises Stopped at once.
+        """
         stopped: Stopped | None = None
         while (event := self._next_event()) is not _Phase.DRAINED:
             if isinstance(event, RunProgress):

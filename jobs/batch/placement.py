@@ -108,6 +108,10 @@ class Placements:
         _remove(group)
 
     def _adapt_request(self) -> None:
+        """Say what is missing for the waiting engines, and take fewer threads where cores are in use.
+
+        Raises PlacementError at the deadline, which is later where nodes may be added.
+        """
         waiting = len(self._waiting)
         ours = {group.id.hex() for group in self._waiting}  # what they hold already counts as free
         found = nodes(lambda group: group["placement_group_id"] in ours)

@@ -202,6 +202,7 @@ def print_dry_run(found: Preflight, row_schema: RowSchema, output: str, settings
 
 
 def print_validation(found: Preflight) -> None:
+    """Print what the input holds, the lengths of its prompts, and the rows that would fail."""
     counts = (found.num_rows, found.num_bad, found.num_too_long, found.num_numbered)
     print_table(
         f"{len(found.files)} file(s) of {found.format}, read in {found.seconds:.1f} s",

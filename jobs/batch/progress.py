@@ -74,6 +74,7 @@ class ProgressMeter:
         self._sample(tokens, answering)
         left_s = None
         if durable_rows and done >= live.rows_running:  # before that only short rows are done
+            # Tokens to come: those of the rows left, less what the running rows have already.
             tokens_per_row = durable_tokens / durable_rows
             running = max(0.0, tokens - durable_tokens - (done - durable_rows) * tokens_per_row)
             rate = self._rate(LATELY_S)
@@ -97,15 +98,19 @@ class ProgressMeter:
         )
 
     def _sample(self, tokens: int, answering: bool) -> None:
+        """Add a sample of this run's completion tokens; a rate is that between two samples."""
         now_s = self._clock()
         if answering and self._begin_s is None:
             self._begin_s = now_s
         counters_fell = bool(self._samples) and tokens < self._samples[-1][1]  # an engine is gone
         if not answering or counters_fell:
             self._samples.clear()
+        # The last sample is always the current one: it replaces the last if that came soon after its own
+        # predecessor.
         if len(self._samples) > 1 and now_s - self._samples[-2][0] < SAMPLE_S:
             self._samples.pop()
         self._samples.append((now_s, tokens))
+        # The oldest one kept is the first that is older than the longest window.
         while len(self._samples) > 2 and self._samples[1][0] <= now_s - LATELY_S:
             self._samples.popleft()
 

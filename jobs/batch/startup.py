@@ -57,6 +57,7 @@ class Startup:
             self.job.set_exception(error)
 
     def _prepare(self) -> EngineJob:
+        """Index the rows, open or create the ledger, and return the job of the rows still to answer."""
         options, setup = self._options, self._setup
         source = setup.source
         index = index_rows(
@@ -115,6 +116,7 @@ def sampled(num_rows: int, wanted: int, seed: int) -> RowRanges | None:
 
 
 def _job_spec(setup: EngineSetup, options: BatchOptions, form: OutputForm, index: RowIndex) -> JobSpec:
+    """Return what identifies the job: a later run with other values of `made_from` does not resume it."""
     num_rows, row_schema, spec = index.num_rows, setup.row_schema, setup.config.speculative_config
     quantization = at_load(setup.config.quantization)
     return JobSpec(

@@ -62,6 +62,7 @@ def run_bench(config: EngineConfig, options: BenchOptions) -> Figures:
 def _measure(
     config: EngineConfig, options: BenchOptions, prompts: Sequence[Prompt], requests: int
 ) -> Figures:
+    """Find each mode's faster dtype at one concurrency, alternate the modes, and return the figures."""
     dtypes = tried_dtypes(config) if options.trial else (config.dtype,)
     with open_engines(config, requests, dtypes) as engines:
         runs = {

@@ -56,6 +56,7 @@ PARTS = ("draft", "verify", "sample", "inject")
 
 
 def bench_step(options: StepOptions) -> Figures:
+    """Measure steps of the batches and contexts that fit in memory, and compare them with a roofline."""
     shape = PairShape.read(options.model, options.spec_model)
     resolved = _resolve(options, shape)
     if options.model is None and resolved.device.type == "cpu":

@@ -65,6 +65,10 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def merge_speculation(base: Any, flags: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the speculation of flags over that of a file; None if it is off.
+
+    A flag for all of it replaces the file's, flags for single fields (`spec_model`, ..) refine what is there.
+    """
     given = flags.get("speculative_config")
     refined = {key: flags[flag] for flag, key in _REFINED.items() if flags.get(flag) is not None}
     off = bool(flags.get("no_speculation"))

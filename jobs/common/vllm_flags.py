@@ -51,8 +51,8 @@ def without_vllm_flags(arguments: Sequence[str]) -> list[str]:
     Keys of JSON (`--flag.key VALUE`) become one object for their flag.
     """
     kept: list[str] = []
-    objects: dict[str, dict[str, Any]] = {}  # by setting
-    whole: set[str] = set()  # settings given as one value
+    objects: dict[str, dict[str, Any]] = {}  # given by keys, by setting
+    whole: set[str] = set()  # settings of JSON that are given as one value
     rest = list(arguments)
     while rest and rest[0] != "--":
         argument = rest.pop(0)
@@ -60,11 +60,11 @@ def without_vllm_flags(arguments: Sequence[str]) -> list[str]:
         if flag[:2] == "-O" and flag[2:].isdigit():
             flag, equals, text = "-O", "=", flag[2:]
         name = _name(flag)
-        if name in _JSON and "." in flag:
-            _set_key(objects.setdefault(name, {}), flag, text if equals else _take(rest, "value"))
-            continue
         if name is None:
             kept.append(argument)
+            continue
+        if name in _JSON and "." in flag:
+            _set_key(objects.setdefault(name, {}), flag, text if equals else _take(rest, "value"))
             continue
         whole |= {name} & _JSON
         if (setting := name.removeprefix("no_")) in _KINDS:
@@ -74,21 +74,32 @@ def without_vllm_flags(arguments: Sequence[str]) -> list[str]:
                 value = value is True and setting == name
             answer(setting, flag, _read(value))
         else:
-            words = VALUES.get(name, {})
-            if not equals and words and rest:
-                rest[0] = words.get(rest[0], rest[0])
-            kept.append(f"{flag}={words.get(text, text)}" if equals else argument)
-            if name == _NAMES and not equals and _names_model(kept):
-                names = list(takewhile(lambda word: not word.startswith("-"), rest))
-                del rest[: len(names)]
-                kept[-1:] = [f"{flag}={each}" for each in names] or [argument]
-            if name == "spec_method":
-                check_method(text if equals else next(iter(rest), None), flag)
+            kept += _in_our_words(argument, name, rest, follows_model=_names_model([*kept, argument]))
     for name, found in objects.items():
         if name in whole:
             raise ConfigError(f"{name} is given whole and by keys. Give it in one of both forms.", param=name)
         kept.append(f"--{name.replace('_', '-')}={json.dumps(found)}")
     return [*kept, *rest]
+
+
+def _in_our_words(argument: str, name: str, rest: list[str], *, follows_model: bool) -> list[str]:
+    """Return a flag that Manta has, with our name for its value, which may be the first word of `rest`.
+
+    Several names after one flag, which are removed from `rest`, become a flag each.
+    """
+    flag, equals, text = argument.partition("=")
+    ours = VALUES.get(name, {})
+    if not equals and ours and rest:
+        rest[0] = ours.get(rest[0], rest[0])
+    if name == "spec_method":
+        check_method(text if equals else next(iter(rest), None), flag)
+    if equals:
+        return [f"{flag}={ours.get(text, text)}"]
+    names: list[str] = []
+    if name == _NAMES and follows_model:
+        names += takewhile(lambda word: not word.startswith("-"), rest)
+        del rest[: len(names)]
+    return [f"{flag}={each}" for each in names] or [argument]
 
 
 def _set_key(found: dict[str, Any], flag: str, text: str) -> None:

@@ -148,6 +148,8 @@ def fake_tensors(gpu: PretendedGpu) -> Iterator[None]:
 
 
 def _pretend_runtime(gpu: PretendedGpu) -> None:
+    """Replace torch.cuda's device, streams, events and graphs by ones that only report to `gpu`."""
+
     class Event:
         """Is done when it is asked for the second time."""
 

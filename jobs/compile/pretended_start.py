@@ -80,9 +80,12 @@ def pretend_values() -> None:
 def _launch_both(
     self: MeasuredChoice, use: Use, own: OwnProjection, other: TorchProjection, dtype: torch.dtype
 ) -> list[bool]:
-    """Choose our product, after both were launched as in a measurement; all ranks agree."""
+    """`MeasuredChoice._agree` without a clock: choose our product, at every number of rows.
+
+    Both products are launched as in a measurement, because a kernel is compiled by its first launch.
+    """
     measured = gemm_choice.measured_rows(own)
-    if self._ranks is not None:
+    if self._ranks is not None:  # `_agree` exchanges the choices, and the rehearsal records it
         self._ranks.broadcast(torch.empty(len(measured), dtype=torch.int32, device="cuda"))
     for projection in (own, other):
         for rows in measured:

@@ -133,6 +133,7 @@ def _queries(panel: Json) -> Iterator[tuple[str, str]]:
 
 
 def _panel(panel: Json, queries: dict[str, str]) -> Json:
+    """Return Grafana's JSON of a panel of the catalogue; `queries` are by legend."""
     kind = panel.get("kind", "timeseries")
     if kind == "timeseries":
         options = {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}}

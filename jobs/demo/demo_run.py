@@ -93,6 +93,7 @@ def _serve(pair: DemoPair, log: Path) -> list[dict[bool, ChatAnswer]]:
 
 
 def _ask(client: ServerClient, pair: DemoPair, number: int) -> dict[bool, ChatAnswer]:
+    """Ask a question several times, with speculation and without; return the fastest answer of each."""
     question = pair.questions[number]
     print(f"\n> {question.text}\n", flush=True)
     answers: dict[bool, list[ChatAnswer]] = {True: [], False: []}

@@ -172,7 +172,7 @@ def _plan(options: DoctorOptions, found: list[ResolvedConfig]) -> CheckOutcome:
 def kernel_checks(machine: MachineKind, *, quick: bool) -> Iterator[Check]:
     """Yield checks of kernels that the backends' operators do not cover, where Triton runs."""
     capabilities = DeviceCapabilities(machine.device, torch.float32, 16, num_ranks=1)
-    reason = why_not("triton", [machine.shape.target.of_backend()], capabilities)
+    reason = why_not("triton", [machine.shape.target.stack_spec()], capabilities)
     if reason is not None:
         for group in ("own products", "own experts", "own latents", "own delta rule", "steps", "drafts"):
             yield raising(group, "kernels", NotHereError(f"triton {reason}"))

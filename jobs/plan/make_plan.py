@@ -48,6 +48,11 @@ _QUEUED_PER_RUNNING = 4
 
 
 def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON
+    """Choose a layout for the options' GPUs, print it with the candidates, and write its Serve config.
+
+    With a trace, candidates are chosen by how they serve it; otherwise by the estimates alone. Returns the
+    report.
+    """
     gpu = find_gpu(options.gpu)
     read = read_pair(_engine_config(options), options.acceptance)
     trace = read_trace(options.trace, read.max_model_len) if options.trace is not None else []

@@ -143,9 +143,10 @@ def _chain(
 def _shape_of_drafter(
     drafter: DrafterConfig | MtpConfig | AssistantConfig, config: EngineConfig
 ) -> ModelShape:
-    """Return a drafter's shape; layers for multi-token prediction combine two inputs first."""
+    """Return a drafter's shape: a target's own layers and an assistant are read as targets are."""
     if isinstance(drafter, MtpConfig):
         shape = target_shape(drafter.model, quantization=at_load(config.quantization))
+        # Each layer first combines two inputs, a token's embedding and a hidden state, by a plain matrix.
         return replace(shape, taps=2 * drafter.num_layers, packs_fc=False)
     spec = config.speculative_config
     quantization = None if spec is None else at_load(spec.quantization)

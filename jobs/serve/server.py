@@ -219,23 +219,17 @@ def start_server(
     config, settings = models[0]
     existing, environment, forks = ray_address(), None, None
     if not existing:
-        check_open_files()
-        check_port(options.host, options.port)
-        _check_probe_port(options)
-        for each, _ in models:
-            find_checkpoints(each)
-        if settings.batch_storage is not None:
-            check_storage(settings.batch_storage)
+        _check_this_machine(options, models)
         environment = ServeEnvironment(plain_proxy=options.plain_proxy, probe_port=options.probe_port)
         forks = fork_server(models)
     if (warning := warning_of_exposure(options.host, settings)) is not None:
         report(warning)
     server = Server(options, settings, environment, forks, report=report)
     try:
-        imported = in_thread(_import)
+        imported = in_thread(_import)  # takes seconds, during which Ray or the checkpoints are waited for
         if existing:
             with counting(f"connecting to Ray at {existing}", report):
-                _ray(options, forks)
+                _connect_to_ray(options, forks)
             imported.result()  # two threads that import ray.serve at once may see parts of it
             _check_address(options)
             app = _application(models)
@@ -244,7 +238,7 @@ def start_server(
                 check_models(models, report, forks)
             app = _application(models, options)
             with counting("starting Ray on this machine", report):
-                server.owns_ray = _ray(options, forks)
+                server.owns_ray = _connect_to_ray(options, forks)
         if signals is not None:
             signals.reinstall()
         _deploy(server, app, options, report)
@@ -255,6 +249,18 @@ def start_server(
     if not existing:
         report(f"try it: {example_request(server.url, config, settings)}")
     return server
+
+
+def _check_this_machine(options: ServeOptions, models: Models) -> None:
+    """Raise ConfigError or CheckpointError for what would fail only after Ray was started here."""
+    check_open_files()
+    check_port(options.host, options.port)
+    _check_probe_port(options)
+    for config, _ in models:
+        find_checkpoints(config)
+    _, settings = models[0]
+    if settings.batch_storage is not None:
+        check_storage(settings.batch_storage)
 
 
 def _import() -> None:
@@ -272,7 +278,8 @@ def _application(models: Models, options: ServeOptions | None = None) -> Applica
     return build_application(models, machine_resources(options.num_cpus), num_gateways)
 
 
-def _ray(options: ServeOptions, forks: ForkServer | None) -> bool:
+def _connect_to_ray(options: ServeOptions, forks: ForkServer | None) -> bool:
+    """Join the Ray that runs, or start one here; return whether it was started. `forks` makes its workers."""
     return join_or_start_ray(
         num_cpus=options.num_cpus,
         worker_command=() if forks is None else forks.worker_command(),

@@ -52,6 +52,10 @@ MARKERS: Mapping[int, str] = {1: "o", 2: "s", 4: "^", 8: "D"}  # by ranks of an 
 
 
 def run_node(options: NodeOptions) -> Figures:
+    """Simulate all methods and layouts at each load, print the points, and return them with what was assumed.
+
+    A load is a number of clients that send again at once, a rate, or a trace of arrivals.
+    """
     methods = [Method.parse(name) for name in options.methods]
     if options.drafter is None and any(method.kind == "dflash" for method in methods):
         raise ConfigError("methods: dflash needs a drafter's shape: give --drafter.", param="drafter")
@@ -137,6 +141,8 @@ def _observe(
     trace_s: Sequence[float],
     progress: TimeLeft,
 ) -> Iterator[tuple[float, LoadMeasurement]]:
+    """Yield each load and what was measured at it: of the trace, of rates, or of numbers of clients."""
+
     def make(number: int, share: float, clients: int = 0) -> Request:
         work = _request_work(clients) if clients else 1.0
         progress.update(work if number >= clients else 0.0)

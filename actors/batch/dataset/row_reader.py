@@ -90,7 +90,7 @@ class RowReader:
         self._open: OrderedDict[int, _TextRows | _ParquetRows] = OrderedDict()  # most recently used last
 
     def read(self, wanted: RowSpans) -> list[Row]:
-        """Return the rows of the spans in order. Raises DatasetError when a file has changed."""
+        """Return the rows in order, repeated ids numbered. Raises DatasetError when a file has changed."""
         with self._lock:
             rows = [row for span in wanted.spans for row in self._read(span)]
         if not wanted.copies:

@@ -77,12 +77,13 @@ class RowWriter:
         self._shard = shard
         self._writer = writer
         self._adding = threading.Lock()  # held only while appending
+        # The stages of a row, by shard: added, unsaved, gathered, and in a batch of unwritten parts.
         self._added: defaultdict[int, list[pa.Table]] = defaultdict(list)
-        self._ended: set[int] = set()
-        self._writing = threading.RLock()
-        self._unsaved: deque[tuple[int, pa.Table]] = deque()  # in no segment yet
-        self._gathered: dict[int, _Gathered] = {}
+        self._unsaved: deque[tuple[int, pa.Table]] = deque()  # to be written to a segment
+        self._gathered: dict[int, _Gathered] = {}  # in segments, until a part is due
         self._unwritten: deque[_Batch] = deque()
+        self._ended: set[int] = set()  # shards whose part is due, as they get no more rows
+        self._writing = threading.RLock()  # held by all that writes
         self._num_segments = self._num_parts = 0
         self._attempted_s = 0.0
         self._earlier_gone = False
@@ -162,7 +163,11 @@ class RowWriter:
             ) from error
 
     def _write_all(self, durable: list[RowRanges], due: Callable[[int, _Gathered], bool]) -> None:
-        """Write segments, then parts that are due; may be repeated. Extends `durable`, also on an error."""
+        """Write segments, then parts of ended shards and those that are `due`.
+
+        May be repeated after an error, as a row leaves a stage only once the next one has it. Extends
+        `durable` by the rows in new segments, also on an error.
+        """
         with self._adding:
             added, self._added = self._added, defaultdict(list)
             ended = frozenset(self._ended)

@@ -58,6 +58,8 @@ def _acceptance(engine: AsyncEngine, caller: Caller) -> JsonObject | None:
 
     None without verified drafts.
     """
+    # The reference is the card's best length, as in `manta drafter explain`;
+    # this engine may draft fewer tokens than the card's did.
     spec, num_drafts = engine.config.speculative_config, engine.info.num_speculative_tokens
     lengths = [] if spec is None or spec.model is None else card_lengths(Path(spec.model))
     card = survival_of_length(min(max(lengths), num_drafts + 1), num_drafts) if lengths else None

@@ -56,7 +56,8 @@ NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
     "tool_choice.function": "tool_choice",
 }
-OPEN = {"continue_final_message": True, "add_generation_prompt": False}
+# The answer continues the conversation's last message, which is the assistant's.
+CONTINUES_LAST_MESSAGE = {"continue_final_message": True, "add_generation_prompt": False}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -159,7 +160,7 @@ class CountRequest(RequestModel):
             **({"parallel_tool_calls": False} if choice and choice.disable_parallel_tool_use else {}),
             "response_format": _response_format(self.output_format or config.format),
             "reasoning_effort": config.effort if supported.effort else None,
-            **(OPEN if conversation.is_open else {}),
+            **(CONTINUES_LAST_MESSAGE if conversation.is_open else {}),
             **self._thinking_fields(supported),
         }
 

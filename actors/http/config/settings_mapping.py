@@ -68,6 +68,7 @@ def split_models(args: Mapping[str, Any]) -> list[tuple[EngineConfig, ServerSett
 
 
 def _entries(models: Any, common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the entries of `models`. Raises ConfigError if one has a setting of the whole endpoint."""
     if not isinstance(models, list) or not models or not all(isinstance(each, Mapping) for each in models):
         raise ConfigError("models must be a list of mappings, each with a `model`.", param="models")
     for i, entry in enumerate(models):

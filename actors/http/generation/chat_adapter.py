@@ -60,6 +60,11 @@ async def answer(run: GenerationRun, writer: SectionWriter, http: Request) -> Re
 
 
 async def _stream_events(run: GenerationRun, writer: SectionWriter) -> AsyncGenerator[bytes, None]:
+    """Yield the writer's events as bytes.
+
+    A stream that another replica began is continued after the events that the client has. For that, comments
+    tell the gateway the tokens so far (`resume_origin.py`).
+    """
     task = run.task
     parts, num_chars = task.parsers.make_parser(task.id, 0), task.resume_state.num_chars
     if has_started := task.num_events_sent > 0:

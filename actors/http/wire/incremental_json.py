@@ -48,6 +48,10 @@ def end_of_string(body: Bytes, at: int) -> int:
 
 
 def _value(body: Bytes, begin: int, end: int, depth: int) -> Any:
+    """Parse one JSON value in slices of about SLICE_BYTES; containers down to `depth` levels.
+
+    A container is cut into runs of elements: short ones are parsed together, and a long element by itself.
+    """
     if end - begin <= SLICE_BYTES or depth == 0:
         return orjson.loads(memoryview(body)[begin:end])
     brackets = body[begin : begin + 1] + body[end - 1 : end]

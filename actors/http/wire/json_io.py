@@ -74,7 +74,7 @@ class JsonRoute(APIRoute):
             json_request = _JsonRequest(request, model)
             try:
                 return await handler(json_request)
-            except HTTPException:
+            except HTTPException:  # of the handler, or of `json_request.json` for an invalid body
                 if json_request.invalid is not None:
                     raise json_request.invalid from None
                 raise

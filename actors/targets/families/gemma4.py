@@ -307,6 +307,7 @@ def _attention(raw: Json, file: str, config: Gemma4Config, layer: int, kind: str
 
 
 def _geometry(config: Gemma4Config, file: str, layer: int, kind: str) -> tuple[int, int]:
+    """Return a layer's head dim and kv heads; full attention and `per_layer_config` may have others."""
     own: LayerGeometry | None = None
     if config.per_layer_config is not None:
         own = config.per_layer_config.get(str(layer))

@@ -243,6 +243,7 @@ class _Rank:
         return self._remote_drafts(self._resolved, self.backend) if self._remote_drafts is not None else None
 
     def _device_runner(self, num_pages: tuple[int, ...], num_states: int | None) -> Runner:
+        """Create the runner of steps that the device drives, with the memory that steps and graphs share."""
         from ....drafter.step.gpu_triton.recurrent_states import NO_RECURRENT, DeviceRecurrent
         from ....drafter.step.gpu_triton.request_states import DeviceStates
         from ....drafter.step.gpu_triton.sampling.grammar_masks import DeviceMasks
@@ -272,6 +273,7 @@ class _Rank:
         if (proposer := _suffix_proposer(config)) is not None:
             mixer = None if self._drafter is None else self._mixer(proposer)
             suffixes = DeviceSuffixes(proposer, mixer, num_rows, self._communicator, resolved.device)
+        # what a page of the K/V tier holds, by page group: K/V, and what the drafter keeps by page
         kept = [(cache.group(0), cache.kv)]
         if draft_cache is not None:
             kept += [(draft_cache.group(0), tensor) for tensor in drafts.kept_by_page]
@@ -314,6 +316,7 @@ class _Rank:
         return DeviceDrafts() if lengths is None else DeviceLookup(lengths, memory)
 
     def _step_runner(self, num_pages: tuple[int, ...], num_states: int | None) -> CpuModelRunner:
+        """Create the runner of steps that the host drives, with the source of drafts of the config."""
         resolved, page_size = self._resolved, self._resolved.page_size
         operators = make_step_operators(resolved)
         drafts: DraftSource

@@ -342,8 +342,8 @@ def _stack_specs(
 ) -> list[ModelStackSpec]:
     """Return what the models require of a backend, but for chains on a CPU, which all backends run."""
     if drafter is None or (isinstance(drafter, ChainConfig) and device.type == "cpu"):
-        return [target.of_backend()]
-    return [target.of_backend(), drafter.of_backend()]
+        return [target.stack_spec()]
+    return [target.stack_spec(), drafter.stack_spec()]
 
 
 def _with_end_token(

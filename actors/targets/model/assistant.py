@@ -90,8 +90,8 @@ class AssistantConfig(ChainLayersConfig):
     def quantization(self) -> CheckpointQuantization | None:
         return self.model.quantization
 
-    def of_backend(self) -> ModelStackSpec:
-        return replace(self.model.of_backend(), name="drafter")
+    def stack_spec(self) -> ModelStackSpec:
+        return replace(self.model.stack_spec(), name="drafter")
 
 
 def _target_layer(own: TargetAttention, target: ModelSpec, layer: int, file: str) -> int:

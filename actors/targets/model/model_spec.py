@@ -246,7 +246,8 @@ class ModelSpec:
         layers = (replace(layer, mixer=mixer) for layer, mixer in zip(self.layers, windows, strict=True))
         return replace(self, layers=tuple(layers))
 
-    def of_backend(self) -> ModelStackSpec:
+    def stack_spec(self) -> ModelStackSpec:
+        """Return what a backend must support to compute this model's layers."""
         return ModelStackSpec(
             name="target",
             sizes=frozenset({self.hidden_size}).union(*(layer.inner_sizes for layer in self.layers)),
@@ -255,6 +256,7 @@ class ModelSpec:
         )
 
     def _features(self) -> frozenset[Feature]:
+        """Return what the layers need of a backend beyond plain attention and MLP."""
         mixers = self.attentions
         mlps = [mlp for layer in self.layers for mlp in (layer.dense, layer.routed) if mlp is not None]
         heads = {(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.value_dim) for mixer in mixers}

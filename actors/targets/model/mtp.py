@@ -99,8 +99,8 @@ class MtpConfig(ChainLayersConfig):
         """Size of what is kept for a page: the states of as many positions as there are layers."""
         return self.model.hidden_size * self.num_layers
 
-    def of_backend(self) -> ModelStackSpec:
-        spec = self.model.of_backend()
+    def stack_spec(self) -> ModelStackSpec:
+        spec = self.model.stack_spec()
         return replace(spec, name="drafter", features=spec.features | {"keys from the second position on"})
 
 

@@ -356,6 +356,7 @@ def target_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def _rules_by_name(
     spec: ModelSpec, prefixes: tuple[str, str]
 ) -> dict[str, tuple[TensorRule, tuple[int, ...]]]:
+    """Return each stored tensor's rule and shape by its full name; tensors of experts are one by one."""
     global_parts = ["embedding", "final_norm"] + ["head"] * (not spec.tied_head)
     parts = [(part, 0) for part in global_parts]
     if beside := [part for part in MTP_PARTS if part in spec.tensors]:

@@ -80,6 +80,7 @@ def this_node() -> NodeResources:
 
 
 def _nodes_by_id(releases: Callable[[Group], bool]) -> dict[str, NodeResources]:
+    """Return the living nodes as `nodes` does, with what other groups hold of each, by name."""
     free, groups = _free_by_node(), [group for group in _groups() if group["state"] == "CREATED"]
     nodes_by_id: dict[str, NodeResources] = {}
     for node in ray.nodes():
@@ -89,7 +90,8 @@ def _nodes_by_id(releases: Callable[[Group], bool]) -> dict[str, NodeResources]:
         in_use: dict[str, Bundle] = {}
         available: list[Bundle] = [free[node_id]]
         for group in groups:
-            here = [b for i, b in group["bundles"].items() if group["bundles_to_node_id"][i] == node_id]
+            places = group["bundles_to_node_id"]
+            here = [bundle for i, bundle in group["bundles"].items() if places[i] == node_id]
             if not here:
                 continue
             if releases(group):

@@ -55,6 +55,10 @@ class CustomAllReduce:
     def _tried(
         cls, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, fused: FusedSum | None
     ) -> CustomAllReduce | None:
+        """Connect the ranks and test their sums; None, with a warning, if a step fails on any rank.
+
+        Fused sums are tested, too, and left out alone if only they fail.
+        """
         reason = "it failed on another rank"
 
         def on_all_ranks(step: Callable[[], T]) -> T | None:

@@ -141,18 +141,21 @@ class DrafterClient(ShmEndpoint):
         """Handle the drafter's messages, and send those with data that the device has written."""
         if self.is_lost:
             return
+        # In their order, up to the first whose data the device is still writing.
         while self._unsent and (self._unsent[0].written is None or self._unsent[0].written.query()):
             self._send(self._unsent.popleft().message(time.monotonic()))
             if self.is_lost:
                 return
         if self._proofs:
-            self.take_wakeups()
+            self.take_wakeups()  # reads the proof that the peer is what it claims to be
+        # Messages are pickles: none is read before that proof.
         while not self._proofs and self._up.has_next(0):
             self._handle(self._read(self._up, 0, _SEND_TIMEOUT_S, no_op))
             if self.is_lost:
                 return
-        if self._lost:
+        if self._lost:  # its socket has closed
             self._mark_lost("it died")
+        # It has caught up once it has acknowledged all results.
         elif self._lags and not any(step.num_reported for step in self._steps.values()):
             self._lags = False
             logger.info("the drafter has caught up")

@@ -179,6 +179,7 @@ class GpuDrafterSession:
             del self._open[plan.step]
 
     def _run_block(self, kind: PassKind) -> None:
+        """Run the drafter's pass; chains are copied to memory that is sent, trees are grown in theirs."""
         memory = self._trees
         trees = None if memory is None else memory.of_requests(kind.num_requests)
         of_step = self._memory, self._requests_of(kind), trees, self._margins_N[: kind.num_rows]

@@ -42,6 +42,7 @@ from ...targets.loading.operator_factory import own_backend
 from ...targets.loading.resolved_config import ResolvedConfig
 from ...targets.model.tensor_parallel import Communicator
 from ...targets.runners.drafts.colocated_drafter import broadcast_proposals
+from ...targets.runners.drafts.draft_source import DraftBuffer
 from ...targets.runners.runner_interface import Runner
 from ..shm.endpoint import SpinWaiter
 from ..shm.tensor_mailbox import Kinds
@@ -57,18 +58,18 @@ class RemoteDrafterSource:
     """A target rank's source of drafts. `communicator`: that of the target's ranks."""
 
     def __init__(self, resolved: ResolvedConfig, backend: Backend, communicator: Communicator) -> None:
-        self._resolved, self._backend, self._communicator = (
-            resolved,
-            own_backend(resolved, backend),
-            communicator,
-        )
+        self._resolved, self._communicator = resolved, communicator
+        self._backend = own_backend(resolved, backend)
         self._device = resolved.device
+        # Computes what the drafter gets of the taps; only rank 0 sends it.
         self._features = _context_features(resolved, self._backend) if communicator.rank == 0 else None
         self._link: DrafterClient | None = None
+        # Another drafter that `load` has read, until `use` switches to it.
         self._loaded: tuple[ResolvedConfig, ContextFeatures | None] | None = None
-        self._step, self._part, self._num_parts = -1, 0, 1  # of the current step
-        self._followed = False
-        self._grammar_slots = set[int]()
+        # Of the current step: its number, how many parts of its results were sent, and how many there are.
+        self._step, self._num_sent_parts, self._num_parts = -1, 0, 1
+        self._drafts_arrived = False  # in time for the current step
+        self._grammar_slots = set[int]()  # slots whose requests have a grammar
 
     @property
     def link(self) -> DrafterClient | None:
@@ -143,8 +144,8 @@ class RemoteDrafterSource:
 
     def begin(self, plan: SchedulerOutput, num_parts: int) -> None:
         """Prepare for a plan's step; its results are sent in `num_parts` parts."""
-        self._step, self._part, self._num_parts = plan.step, 0, num_parts
-        self._followed = False
+        self._step, self._num_sent_parts, self._num_parts = plan.step, 0, num_parts
+        self._drafts_arrived = False
 
     # Driven by the host.
 
@@ -173,19 +174,19 @@ class RemoteDrafterSource:
 
     # Driven by the device.
 
-    def receive(self, memory: Sequence[tuple[Tensor, float]]) -> None:
-        kinds = [(tuple(values.shape), values.dtype) for values, _ in memory]
-        received = self._link.drafts(self._step, kinds) if self._link is not None else None
-        self._followed = received is not None
-        for place, (values, late) in enumerate(memory):
-            if received is None:
-                values.fill_(late)
-            else:
-                values.copy_(received[place])
+    def receive(self, buffers: Sequence[DraftBuffer]) -> None:
+        received = self._drafts([(tuple(each.values.shape), each.values.dtype) for each in buffers])
+        if received is None:
+            for buffer in buffers:
+                buffer.values.fill_(buffer.value_if_late)
+        else:
+            for buffer, values in zip(buffers, received, strict=True):
+                buffer.values.copy_(values)
         if self._communicator.world_size > 1:
-            words = [values.flatten().view(torch.int32) for values, _ in memory]
-            received_words = self._communicator.broadcast(torch.cat(words))
-            for mine, theirs in zip(words, received_words.split([len(each) for each in words]), strict=True):
+            # One broadcast for tensors of all dtypes, as int32 words.
+            words = [each.values.flatten().view(torch.int32) for each in buffers]
+            words_of_rank_0 = self._communicator.broadcast(torch.cat(words))
+            for mine, theirs in zip(words, words_of_rank_0.split([len(each) for each in words]), strict=True):
                 mine.copy_(theirs)
 
     def features(self, taps_NmH: Tensor) -> Tensor | None:
@@ -196,8 +197,7 @@ class RemoteDrafterSource:
 
     def _receive_drafts(self, kinds: Kinds) -> tuple[Proposals, Sequence[Tensor]]:
         """Return drafts, or zeros with unknown margins, equal on all ranks; and on rank 0 candidates."""
-        received = self._link.drafts(self._step, kinds) if self._link is not None else None
-        self._followed = received is not None
+        received = self._drafts(kinds)
         shape = kinds[0][0]
         drafts = torch.zeros(shape, dtype=torch.int64, device=self._device)
         margins = torch.full(shape, torch.nan, dtype=torch.float32, device=self._device)
@@ -205,13 +205,19 @@ class RemoteDrafterSource:
             buffer.copy_(values)
         return broadcast_proposals(Proposals(drafts, margins), self._communicator), (received or ())[2:]
 
+    def _drafts(self, kinds: Kinds) -> Sequence[Tensor] | None:
+        """Return what the drafter sent for the current step; None if it is late, and on other ranks."""
+        received = self._link.drafts(self._step, kinds) if self._link is not None else None
+        self._drafts_arrived = received is not None
+        return received
+
     def _send_results(self, *values: Tensor, num_drafts: IntArray | None = None) -> None:
-        part, self._part = self._part, self._part + 1
+        part, self._num_sent_parts = self._num_sent_parts, self._num_sent_parts + 1
         if self._link is None:
             return
-        is_last = self._part == self._num_parts
+        is_last = self._num_sent_parts == self._num_parts
         self._link.send_results(
-            self._step, part, values, followed=self._followed, num_drafts=num_drafts, is_last=is_last
+            self._step, part, values, followed=self._drafts_arrived, num_drafts=num_drafts, is_last=is_last
         )
 
 

@@ -304,6 +304,11 @@ def _quantize_int8(weight_OGC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_int4(weight_OGC: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes and scales: of three scales the one with the least squared error of its group.
+
+    They put the value of largest magnitude at -8, -7.5 or -7 steps. Scales have few bits, so that a code
+    times its scale is exact in bf16.
+    """
     largest_OG1 = weight_OGC.gather(2, weight_OGC.abs().argmax(2, keepdim=True))
     best_OG1 = scales_OG1 = errors_OG1 = torch.empty(0)
     codes_OGC = weight_OGC

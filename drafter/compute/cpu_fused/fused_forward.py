@@ -109,9 +109,10 @@ class FusedForward:
             tap = tap_ids.index(i) if i in tap_ids else -1
             self._layers[i] = self._layer(layer_shape, parts, norms[i + 1], tap)
         self._cache: PagedKVCache | None = None  # the cache whose places are stored in the layers
-        self._inner = _packed(_dense(blocks[0][1]).gate_up).out_features // 2
+        self._inner = _packed(_dense(blocks[0][1]).gate_up).out_features // 2  # gate and up are one weight
         heads = 2 * (shape.num_heads + shape.num_kv_heads)  # q, k, v; and attention's output
         hidden = len(final_norm.weight_H)
+        # Scratch memory of a row in bf16: heads, the MLP's inner values, and a norm's result.
         self._row_bytes = 2 * (heads * shape.head_dim + self._inner + hidden)
         self._work_1 = torch.empty(0, dtype=torch.uint8)
         self._most_rows = self._most_keys = 0  # for which there is memory

@@ -55,14 +55,20 @@ def write_context(context_1, rows, num_rows, positions, slots):
 
 @elements
 def norm_rotate_heads(row, weight, cos, sin, position, first, last, head_dim, eps):
-    """Norm and rotate some heads of a row in place; weights are fp32 per head, or 0 without a norm."""
-    at = 2 * position * head_dim
+    """Norm and rotate heads `first` to `last` - 1 of a row of bf16 in place.
+
+    `row`, `weight`, `cos`, `sin` and `eps` are addresses: the weights of the norms are fp32 [J, D], or 0
+    without norms; the tables of the rotation are bf16 [T, D].
+    """
+    table_row = 2 * position * head_dim
+    half_vectors = head_dim // 32  # vectors of 16 values in half a head
+    no_weight = np.int64(0)
     for j in range(first, last):
         x = row + 2 * j * head_dim
         if weight != 0:
-            norm_rotate(x, weight + 4 * j * head_dim, cos + at, sin + at, head_dim // 32, eps)
+            norm_rotate(x, weight + 4 * j * head_dim, cos + table_row, sin + table_row, half_vectors, eps)
         else:
-            rotate(x, np.int64(0), cos + at, sin + at, head_dim // 32, eps)
+            rotate(x, no_weight, cos + table_row, sin + table_row, half_vectors, eps)
 
 
 @elements

@@ -60,23 +60,23 @@ _BEYOND = {
 def bf16_instructions() -> Instructions | None:
     """Return the fastest kind that Numba may compile for and the system permits; None: use oneDNN."""
     dots = Instructions.AVX512_BF16
-    fast = (kind for kind in all_instructions() if kind is not dots or _most() is dots or _has_fast_dots())
-    return next(fast, None)
+    may_dot = _best_allowed() is dots or _has_fast_dots()
+    return next((kind for kind in all_instructions() if kind is not dots or may_dot), None)
 
 
 def all_instructions() -> list[Instructions]:
-    """Return all kinds that the variable may name here."""
+    """Return all kinds that this CPU and the system support, best first, down from the best allowed one."""
     features, kinds = _features(), list(Instructions)
     return [
         kind
-        for kind in kinds[kinds.index(_most()) :]
+        for kind in kinds[kinds.index(_best_allowed()) :]
         if _NEEDS[kind] <= features and (kind is not Instructions.AMX or _may_use_tiles())
     ]
 
 
 def mask_numba() -> None:
     """Restrict Numba to MANTA_CPU_INSTRUCTIONS; call before it compiles anything."""
-    hidden = _BEYOND.get(_most())
+    hidden = _BEYOND.get(_best_allowed())
     if hidden is None or config.CPU_FEATURES is not None:
         return
     config.CPU_NAME = binding.get_host_cpu_name()
@@ -86,7 +86,8 @@ def mask_numba() -> None:
     )
 
 
-def _most() -> Instructions:
+def _best_allowed() -> Instructions:
+    """Return the kind that MANTA_CPU_INSTRUCTIONS names, by default the best one."""
     name = os.environ.get(VARIABLE)
     if not name:
         return Instructions.AMX

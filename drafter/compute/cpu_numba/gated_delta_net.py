@@ -178,6 +178,17 @@ def _run_head(
 
 @exact
 def _run(mixed, y, num_rows, heads, weights, eps, memory, sizes, rows, saves_M3, like):
+    """Run a layer for all rows: convolution, delta rule per head from the folded state, gate and norm.
+
+    Args:
+        mixed, y: addresses of the projected rows, and of the result.
+        heads: (key heads, value heads, key dim, value dim, taps).
+        weights, memory: addresses of the kernel, rates, biases and norm; of `StateMemory`'s tensors.
+        eps: of the norm after the gate, and of that of queries and keys.
+        sizes: (slots of the memory, most drafts of a request).
+        rows: (slot, rows, drafts, pending drafts) of each request.
+        saves_M3: states to save on the way: (request, rows before, slot).
+    """
     num_keys, num_values, key_dim, value_dim, taps = heads
     num_slots, maximum = sizes
     slots_R, num_rows_R, num_drafts_R, pending_R = rows

@@ -203,7 +203,7 @@ class TritonBackend(OperatorBackend):
         if self._batch_invariant:
             return OwnProjection(weight_PLRH, bias_O, self._sums, one_tile=True)
         other = TorchProjection(make_linear())
-        if self._device.type == "cpu":
+        if self._device.type == "cpu":  # Triton's interpreter: slow, and with no speed to measure
             return other
         return ChosenProjection(OwnProjection(weight_PLRH, bias_O, self._sums), other, self._choice)
 

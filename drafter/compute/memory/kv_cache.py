@@ -80,6 +80,7 @@ class PagedKVCache:
         self.num_layers, self.num_pages, self.page_size = len(places), num_pages, page_size
         self.places, self.geometries, self.dtype = tuple(places), tuple(geometry), dtype
         if kv is None:
+            # One page more than there are: discarded values are written there.
             num_planes = 1 + max(place.plane for place in places)
             shape = (num_planes, num_pages + 1, page_size, plane_width(places, self.geometries))
             kv = zeros(shape, dtype, device)
@@ -208,6 +209,7 @@ class PagedKVCache:
 def _copy_rows(
     stored: Tensor, dim: int, slots_N: Tensor, values: Tensor, divisors_w: Tensor | None = None
 ) -> None:
+    # A masked key's value is still multiplied, by a weight of 0, which a NaN or infinity would survive.
     values = values.nan_to_num(0.0, 0.0, 0.0)
     if stored.dtype is torch.float8_e4m3fn:  # copied as bytes: PyTorch has no index_copy_ of it on CPUs
         values = values.float() if divisors_w is None else values.float() / divisors_w

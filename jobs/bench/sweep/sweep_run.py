@@ -41,6 +41,10 @@ def run_sweep(
     options: SweepOptions,
     make_source: Callable[[Sequence[PromptRow], int, float], RequestSource] = RequestSource,
 ) -> Figures:
+    """Measure all methods at each temperature and number of requests, and record after each point.
+
+    The minutes that are left are divided equally among the points to come.
+    """
     if config.speculative_config is None:
         raise ConfigError(
             "speculative_config is missing: a sweep compares draft lengths. Give --spec-model.",
@@ -172,6 +176,7 @@ def _tokens(measured: PointPasses, name: str) -> list[list[int]]:
 def _figures_of_side(
     name: str, passes: Mapping[str, Sequence[LoadPass]], best: str, *, shows_drafts: bool
 ) -> Figures:
+    """Return the figures of a method's passes, and its speed relative to the plain and the `best` method."""
     mine = passes[name]
     answers = [answer for done in mine for answer in done.answers]
     sums = Sums.of([block for answer in answers for block in answer.blocks])

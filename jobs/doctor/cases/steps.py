@@ -107,6 +107,7 @@ class StatePair:
         sampling: SlotSampling | Sequence[SlotSampling] = _GREEDY,
         drafts: Sequence[int] = _DRAFTS,
     ) -> None:
+        """Apply two plans to both sides: one that admits the requests, and `step`, in which they decode."""
         self._device = machine.device
         rng = np.random.default_rng(0)
         requests = len(drafts)
@@ -147,13 +148,18 @@ class StatePair:
         return torch.from_numpy(np.random.default_rng(count).integers(0, _WORDS, count)).to(self._device)
 
     def blocks(self, *, mask_id: int = _MASK, samples_anchor: bool = False) -> DraftBlocks:
-        """Lay out blocks; with `samples_anchor` the device's rows have the positions of what they sample."""
+        """Lay out blocks. With `samples_anchor` the anchor's row samples the first draft.
+
+        Then a block has one row less, and the device's rows get the positions of what they sample, as the
+        host's have.
+        """
         plan = self.step
         requests = self.requests.sampling_anchors() if samples_anchor else self.requests
         block = lay_out_block(requests, self.device.tables, mask_id)
         host = self.host.lay_out_block(plan, mask_id, samples_anchor=samples_anchor)
         assert host is not None, "some request drafts"
-        drafting_N = np.flatnonzero(np.repeat(plan.num_drafts > 0, plan.num_rows - samples_anchor))
+        block_rows_R = plan.num_rows - 1 if samples_anchor else plan.num_rows
+        drafting_N = np.flatnonzero(np.repeat(plan.num_drafts > 0, block_rows_R))
         block = block.at_next_positions() if samples_anchor else block
         return DraftBlocks(host, block, requests.cu_rows_R1, torch.from_numpy(drafting_N).to(self._device))
 

@@ -101,7 +101,7 @@ class BackendCandidate:
         shape = machine.shape
         capabilities = DeviceCapabilities(machine.device, dtype, self.page_size, num_ranks=1)
         backend = "loops" if self.name == "loops" else self.setting or "torch"
-        return why_not(backend, [shape.target.of_backend(), shape.drafter.of_backend()], capabilities)
+        return why_not(backend, [shape.target.stack_spec(), shape.drafter.stack_spec()], capabilities)
 
 
 def candidates(machine: MachineKind) -> list[BackendCandidate]:
@@ -204,14 +204,16 @@ class Contexts:
         self.first_R, self.rows_R = (np.array(column) for column in zip(*requests, strict=True))
         self._backend = inputs.backend
         self._device, self._page_size = inputs.machine.device, inputs.candidate.page_size
-        pages = -(-self.length // self._page_size)
-        order = np.random.default_rng(0).permutation(pages * len(requests))
-        self._pages_RP = order.reshape(len(requests), pages)
-        of = inputs.attention
-        geometry = geometry or KVCacheSpec(of.num_kv_heads, of.head_dim, of.head_dim)
+        pages_each = -(-self.length // self._page_size)
+        num_pages = pages_each * len(requests)
+        scattered = np.random.default_rng(0).permutation(num_pages)
+        self._pages_RP = scattered.reshape(len(requests), pages_each)
+        heads = inputs.attention
+        geometry = geometry or KVCacheSpec(heads.num_kv_heads, heads.head_dim, heads.head_dim)
         self.cache = PagedKVCache(
-            num_layers, len(order), self._page_size, geometry, inputs.dtype, inputs.machine.device
+            num_layers, num_pages, self._page_size, geometry, inputs.dtype, inputs.machine.device
         )
+        # A kernel that reads a slot that is not its request's shows it in its result.
         self.cache.kv.fill_(1e4)
 
     @property

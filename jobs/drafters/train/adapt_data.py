@@ -177,7 +177,7 @@ def _load(key: AdaptRunKey, folder: Path, text_file: Path) -> Text:
 def _split(
     path: Path, one_in: int, tokenizer: Tokenizer, field: str, rows: RowSchema
 ) -> tuple[list[Example], list[Example]]:
-    """Split into training examples and held-out prompts (distinct, at most MOST_MEASURED per category)."""
+    """Split into training examples and held-out prompts (distinct, at most MAX_MEASURED per category)."""
     examples = read_examples(path, tokenizer, field, rows)
     learnt = [each for each in examples if not is_held_out(each.prompt, one_in)]
     found: dict[str, dict[tuple[int, ...], Example]] = defaultdict(dict)

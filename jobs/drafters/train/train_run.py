@@ -89,6 +89,7 @@ Made by `manta drafter train`.
 
 
 def train_drafter(options: TrainOptions, report: Report = lambda line: print(line, flush=True)) -> Trained:
+    """Prepare the data, train here or on Ray, write the card, and report what the drafter has gained."""
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     if not _has_data(options.folder):

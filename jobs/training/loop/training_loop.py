@@ -252,6 +252,10 @@ class TrainingLoop:
         self._report(f"{self.name} step {self.step}, held out: {_format(figures)}")
 
     def _note(self, figures: dict[str, float], progress: float, lr_factor: float, length: Length) -> None:
+        """Record a step's figures, and report their means now and then.
+
+        After a restart, steps that were taken before are compared with their earlier figures.
+        """
         index = self.step - 1
         taken = self._curves.taken(index)
         if taken is not None and taken["loss"] != figures["loss"]:

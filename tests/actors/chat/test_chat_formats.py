@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from manta.actors.batch.ledger.job_spec import settings_identity
 from manta.actors.chat.answer_grammar import AnswerGrammar, Reasoning
@@ -176,6 +178,22 @@ def test_optional_arguments_may_be_omitted(
         text = "<tool_call>\n<function=f>\n"
         text += "".join(f"<parameter={key}>{values[key]}</parameter>\n" for key in present)
         assert takes(tagged, text + "</function>\n</tool_call>") == complete, text
+
+
+@pytest.mark.parametrize("bounds", [{}, {"minItems": 1}, {"minItems": 2, "maxItems": 3}, {"maxItems": 2}])
+def test_items_have_the_schemas_of_their_places_and_the_last_ones_may_be_omitted(
+    tokenizer: Tokenizer, takes: Callable[[str, str], bool], bounds: dict[str, int]
+) -> None:
+    kinds = [{"type": "integer"}, {"type": "string"}, {"type": "boolean"}]
+    array = {"type": "array", "prefixItems": kinds, "items": {"type": "null"}, **bounds}
+    schemas = {"f": {"type": "object", "properties": {"a": array}, "required": ["a"]}}
+    lark = forced_calls(CALLS["gemma4"], schemas, tokenizer, several=False)
+    for items in itertools.chain.from_iterable(
+        itertools.permutations((1, "x", True, None, None), n) for n in range(6)
+    ):
+        written = ",".join(f'<|"|>{each}<|"|>' if each == "x" else json.dumps(each) for each in items)
+        is_valid = jsonschema.Draft202012Validator(array).is_valid(list(items))
+        assert takes(lark, f"<|tool_call>call:f{{a:[{written}]}}<tool_call|>") == is_valid, written
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_each_value_of_a_spec_has_an_effect(checkpoint: Path) -> None:
     idle: dict[str, float] = {}
     for name, mutated in mutations(spec):
         if name in TOLD_TO_BACKENDS:
-            assert mutated.of_backend().features < spec.of_backend().features, name
+            assert mutated.stack_spec().features < spec.stack_spec().features, name
             continue
         try:
             found = error(logits_of(checkpoint, mutated))

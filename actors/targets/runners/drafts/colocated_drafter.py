@@ -62,13 +62,14 @@ class ColocatedDrafter:
         return broadcast_proposals(proposals, self._communicator) if self._is_sharded else proposals
 
     def _propose_mixed(self, mixer: SuffixMixer, plan: SchedulerOutput, states: RequestStates) -> Proposals:
-        skips = mixer.copy(plan, states)
-        if (
-            self._is_sharded and plan.num_draft_tokens
-        ):  # ranks may differ in the last digits of their estimates
-            skips = bool(self._communicator.broadcast(torch.tensor([int(skips)], device=states.device)))
-        if not skips:
+        skips_pass = mixer.copy(plan, states)
+        if self._is_sharded and plan.num_draft_tokens:
+            # Ranks may differ in the last digits of their estimates, so rank 0 decides.
+            decision = torch.tensor([int(skips_pass)], device=states.device)
+            skips_pass = bool(self._communicator.broadcast(decision))
+        if not skips_pass:
             return mixer.mix(self._proposer.propose(plan, states), plan, states.device)
+        # By a plan without drafts the proposer learns that it makes no pass in this step.
         no_drafts = np.zeros(plan.num_requests, dtype=np.int32)
         self._proposer.propose(plan.with_num_drafts(no_drafts), states)
         return mixer.mix(None, plan, states.device)

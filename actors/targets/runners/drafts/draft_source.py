@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -70,11 +70,18 @@ class NoDrafts:
         pass
 
 
+class DraftBuffer(NamedTuple):
+    """Memory for a part of what a remote drafter sends, and the value that fills it if that is late."""
+
+    values: Tensor
+    value_if_late: float
+
+
 class RemoteDrafter(Protocol):
     """The connection to a remote drafter where the device drives the steps; on every rank."""
 
-    def receive(self, memory: Sequence[tuple[Tensor, float]]) -> None:
-        """Write what the drafter has sent to tensors, equal on all ranks, or their values for late drafts.
+    def receive(self, buffers: Sequence[DraftBuffer]) -> None:
+        """Write what the drafter has sent to the buffers of all ranks, or the values for late drafts.
 
         Drafts, int64, per row of `lay_out_block`'s blocks, or trees (`DeviceTrees`), int32 [R, E]; margins,
         fp32, per row; and for grammars the candidates of `StepTrees`.

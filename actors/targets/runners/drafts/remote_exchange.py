@@ -12,13 +12,12 @@ Legend: N rows, X sampled rows, R requests, m taps, H hidden.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from .....drafter.dflash.config import DrafterConfig
 from .....drafter.step.gpu_triton.inputs.row_layout import DeviceStepRequests, lay_out_block, write_drafts
 from .....drafter.step.gpu_triton.tree_rows import path_rows
 from .device_trees import StepTrees
-from .draft_source import DeviceDrafts, RemoteDrafter, StepMemory, VerifiedRows
+from .draft_source import DeviceDrafts, DraftBuffer, RemoteDrafter, StepMemory, VerifiedRows
 
 
 class RemoteExchange(DeviceDrafts):
@@ -54,7 +53,7 @@ class RemoteExchange(DeviceDrafts):
         Zeros without margins replace late ones, or trees without a node. With grammars, which restrict trees,
         trees come with their candidates.
         """
-        margins_N, candidates = self._margins_N[:num_rows], list[tuple[Tensor, float]]()
+        margins_N, candidates = self._margins_N[:num_rows], list[DraftBuffer]()
         if trees is None:
             drafts = self._drafts_N[:num_rows]
         else:
@@ -62,8 +61,11 @@ class RemoteExchange(DeviceDrafts):
             if has_grammars:
                 assert trees.candidates is not None, "requests may have grammars"
                 ids_NC, scores_NPC = trees.candidates
-                candidates = [(ids_NC[:num_rows], 0), (scores_NPC[:num_rows], -torch.inf)]
-        self._remote.receive([(drafts, 0), (margins_N, torch.nan), *candidates])
+                candidates = [
+                    DraftBuffer(ids_NC[:num_rows], 0),
+                    DraftBuffer(scores_NPC[:num_rows], -torch.inf),
+                ]
+        self._remote.receive([DraftBuffer(drafts, 0), DraftBuffer(margins_N, torch.nan), *candidates])
 
     def propose(self, requests: DeviceStepRequests, trees: StepTrees | None, *, filters: bool) -> None:
         """Write the received drafts; margins and trees are in their memory already."""

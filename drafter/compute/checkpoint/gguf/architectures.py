@@ -73,6 +73,7 @@ def generation_config_of(file: GgufFile) -> Config:
     """Return the content of generation_config.json: token ids, and the publisher's sampling if any."""
     stated = {name: file.metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
     sampling = {
+        # The file has fp32: 0.6 would be read as 0.6000000238.
         name: float(str(np.float32(value))) if isinstance(value, float) else value
         for name, value in stated.items()
         if isinstance(value, int | float)

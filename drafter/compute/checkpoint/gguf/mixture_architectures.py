@@ -53,7 +53,10 @@ def _gpt_oss(keys: MetadataKeys) -> Config:
 
 
 def _gate_up(keys: MetadataKeys, info: TensorInfo, name: str) -> Views:
-    """Return all experts' gate and up rows, interleaved; `name` is that of plain numbers."""
+    """Return a view of all experts' gate and up rows, interleaved, as gpt-oss's checkpoint has them.
+
+    GGUF has gate and up in tensors of their own. `name`: the checkpoint's, if it is not quantized.
+    """
     up = partner(keys, info, "ffn_gate_exps", "ffn_up_exps").name
     if info.name.endswith(".bias"):
         require_dimensions(keys, info, 2)

@@ -65,6 +65,7 @@ def read_auto_round(raw: Json, file: str) -> CheckpointQuantization:
 
 
 def _scheme(config: AutoRoundConfig, own: _ModuleSettings, file: str, at: str) -> Scheme | None:
+    """Return a module's scheme, or None if it is not quantized; its own settings take precedence."""
     bits, group = own.bits or config.bits, own.group_size or config.group_size
     if bits >= _PLAIN_BITS:
         return None

@@ -45,6 +45,7 @@ def unpack(words_RW: Tensor, bits: int) -> Tensor:
 
 
 def _unpack_crossing(words_RW: Tensor, bits: int) -> Tensor:
+    """Unpack codes of which some lie in two words, from the pair of words in which each begins."""
     missing = -words_RW.shape[-1] % bits
     words = torch.nn.functional.pad(words_RW.long() & 0xFFFFFFFF, (0, missing + 1))
     begins = torch.arange((words.shape[-1] - 1) * WORD_BITS // bits) * bits

@@ -129,6 +129,7 @@ class PackedIntegers(Scheme):
         return f"{module}.{self.packing.codes}"
 
     def shape(self, stored: TensorHeaders, module: str) -> tuple[int, int]:
+        """Return the matrix's [O, I]; the packed shape alone does not say how full the last word is."""
         packing, shapes = self.packing, stored.shapes
         rows, columns = packing.stored_shape(*(*shapes[self.codes_name(module)], 1, 1)[:2])
         if packing.packs_outputs:
@@ -145,6 +146,7 @@ class PackedIntegers(Scheme):
         return rows, columns * WORD_BITS // self.bits
 
     def parts(self, stored: TensorHeaders, module: str, shape: tuple[int, int]) -> Mapping[str, StoredForm]:
+        """Return the shapes and dtypes that each stored tensor of a matrix [O, I] may have, by name."""
         packing, (rows, columns) = self.packing, shape
         row_words, words = num_words(rows, self.bits), num_words(columns, self.bits)
         if packing.packs_outputs:
@@ -203,8 +205,10 @@ class PackedIntegers(Scheme):
         if self.symmetric:
             return torch.full((1, groups.stop - groups.start), middle)
         if files.dtypes[name] in self.packing.plain_zeros:
+            # Signed; the unsigned codes have the middle one added.
             return self.packing.part(files, name, rows, groups).short() + middle
         zeros_OG = self._unpacked(files, name, rows, groups, 0)
+        # The offset may carry a zero past the largest code, to 0.
         return (zeros_OG + self.zero_offset) & (2**self.bits - 1)
 
     def _unpacked(self, files: TensorFolder, name: str, rows: slice, columns: slice, dim: int) -> Tensor:

@@ -412,6 +412,7 @@ _BF16 = WeightKind("bf16", Bf16Weights.line_bytes, Bf16Weights)
 
 
 def _emit_scores(builder, args):
+    """Emit `score_rows`: a version for each number of rows, which scores 64 keys of four blocks at a time."""
     queries, chunk_bytes, blocks, count, offset, scores, pairs, rows = args
 
     def of(num: int) -> Callable[[], None]:
@@ -441,24 +442,25 @@ def _emit_scores(builder, args):
 
 
 def _emit_combination(builder, args):
+    """Emit `combine_rows`: a version for each number of rows, which sums some columns over all blocks."""
     weights, blocks, count, offset, result, head_dim, rows = args
 
     def of(num: int) -> Callable[[], None]:
-        columns = min(_columns(num), 2)
+        columns = min(_columns(num), 2)  # groups of 16
+        width = 16 * columns
 
         def emit() -> None:
-            width = 16 * columns
             with cgutils.for_range(builder, builder.udiv(head_dim, integer(width))) as part:
                 tile = FloatTile(builder, num, columns)
+                # 32 bytes per column of a block: a bf16 of each of its 16 keys
                 begin = at(builder, offset, (part.index, width * 32))
                 with cgutils.for_range(builder, count) as outer:
                     block = builder.add(begin, load(builder, at(builder, blocks, (outer.index, 8)), INT64))
-                    chunk, inside = (
-                        builder.lshr(outer.index, integer(2)),
-                        builder.and_(outer.index, integer(3)),
-                    )
-                    place = at(builder, weights, (builder.mul(chunk, integer(num)), ROW_BYTES), (inside, 64))
-                    with cgutils.for_range(builder, integer(8)) as loop:
+                    # A chunk has the weights of 64 keys, which are those of 4 blocks, in fp32.
+                    chunk = builder.lshr(outer.index, integer(2))
+                    quarter = builder.and_(outer.index, integer(3))
+                    place = at(builder, weights, (builder.mul(chunk, integer(num)), ROW_BYTES), (quarter, 64))
+                    with cgutils.for_range(builder, integer(8)) as loop:  # pairs of keys
                         line = at(builder, block, (loop.index, 64))
                         lines = [at(builder, line, (j, TILE_BYTES // 2)) for j in range(columns)]
                         tile.add(at(builder, place, (loop.index, 8)), Bf16Weights(builder, lines))

@@ -120,6 +120,7 @@ def _times_power(builder: Any, y: Value, n: Value) -> Value:
 
 
 def _emit_finish(builder, args, *, adds: bool):
+    """Emit `finish`, or with `adds` `finish_added`, in halves of 16: 64 bytes of fp32, 32 of bf16."""
     sums, residual, target = args if adds else (args[0], None, args[1])
     for half in (0, 1):
         value = load(builder, at(builder, sums, (half, 64)), FLOATS)
@@ -219,6 +220,7 @@ def _emit_rotate(builder, args, *, norms: bool):
 
 
 def _emit_soften(builder, args):
+    """Emit `soften`: one pass masks the scores and finds the maxima, another makes weights and sums."""
     scores, count, low, high, scale, totals = args
     low, high = (load(builder, address, PAIRS) for address in (low, high))
     scale = builder.bitcast(spread(builder, load(builder, scale, INT32)), FLOATS)
@@ -255,6 +257,7 @@ def _emit_soften(builder, args):
 
 
 def _emit_soften_row(builder, args):
+    """Emit `soften_row`: one pass masks the scores and finds the maximum, another makes weights."""
     scores, chunk_bytes, chunks, low, high, scale, totals = args
     low, high = (spread(builder, builder.trunc(bound, INT32)) for bound in (low, high))
     scale = builder.bitcast(spread(builder, load(builder, scale, INT32)), FLOATS)
@@ -309,6 +312,7 @@ def _emit_scale(builder, args):
 
 
 def _emit_add_values(builder, args):
+    """Emit `add_values`: a bf16 is widened to fp32 by 16 bits of zeros below it."""
     lines, shifts, weights, sums, count = args
     zero, sixteen = lanes(0.0), lanes(16, INT32)
     with cgutils.for_range(builder, count) as loop:
@@ -317,6 +321,7 @@ def _emit_add_values(builder, args):
             line = load(builder, at(builder, lines, (key, 8)), INT64)
             pairs = load(builder, at(builder, line, (loop.index, 512)), PAIRS)
             shift = spread(builder, load(builder, at(builder, shifts, (key, 4)), INT32))
+            # this key's half of each int32, as fp32
             value = builder.bitcast(builder.shl(builder.lshr(pairs, shift), sixteen), FLOATS)
             bits = builder.zext(load(builder, at(builder, weights, (key, 2)), INT16), INT32)
             weight = builder.bitcast(builder.shl(spread(builder, bits), sixteen), FLOATS)

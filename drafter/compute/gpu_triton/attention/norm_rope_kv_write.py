@@ -163,19 +163,19 @@ def _norm_rotate_write(
         cos_ptr += at
         sin_ptr += at
     if group < Q_GROUPS:
-        _move(
+        _norm_rotate_store(
             q_ptr, q_ptr, group, q_norm_ptr, eps, cos_ptr, sin_ptr, None, NUM_Q, HALF, WIDTH, GROUP,
             PLAIN_NORM=False, IS_KV=False,
         )  # fmt: skip
     elif group < Q_GROUPS + KV_GROUPS:
         group -= Q_GROUPS
-        _move(
+        _norm_rotate_store(
             fresh_k_ptr, k_ptr + to, group, k_norm_ptr, eps, cos_ptr, sin_ptr, k_scale, NUM_KV, HALF, WIDTH,
             GROUP, PLAIN_NORM=False, IS_KV=True,
         )  # fmt: skip
     else:
         group -= Q_GROUPS + KV_GROUPS
-        _move(
+        _norm_rotate_store(
             fresh_v_ptr, v_ptr + to, group, None, eps, None, None, v_scale, NUM_KV, V_HALF, V_WIDTH, GROUP,
             PLAIN_NORM=V_NORM, IS_KV=True,
         )  # fmt: skip
@@ -203,21 +203,21 @@ def _write_context(
         norm_ptr = k_norm_ptr + layer * 2 * HALF
         cos_ptr += at
         sin_ptr += at
-        _move(
+        _norm_rotate_store(
             fresh_k_ptr, k_ptr, group, norm_ptr, eps, cos_ptr, sin_ptr, k_scale, NUM_KV, HALF, WIDTH, GROUP,
             PLAIN_NORM=False, IS_KV=True,
         )  # fmt: skip
     else:
         fresh_v_ptr = fresh_k_ptr + NUM_LAYERS * KEYS
         group -= KV_GROUPS
-        _move(
+        _norm_rotate_store(
             fresh_v_ptr, k_ptr + KEYS, group, None, eps, None, None, v_scale, NUM_KV, HALF, WIDTH, GROUP,
             PLAIN_NORM=False, IS_KV=True,
         )  # fmt: skip
 
 
 @triton.jit
-def _move(
+def _norm_rotate_store(
     from_ptr, to_ptr, group, norm_ptr, eps, cos_ptr, sin_ptr, scale,
     NUM_HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     PLAIN_NORM: tl.constexpr, IS_KV: tl.constexpr,
@@ -244,6 +244,7 @@ def _move(
         low_GC, high_GC = (low_GC * scale_G1).to(dtype), (high_GC * scale_G1).to(dtype)
     if cos_ptr is not None:
         cos_C = load_columns(cos_ptr, columns_C, HALF, WIDTH)
+        # The first half of a row of sines is the second one negated.
         sin_C = load_columns(sin_ptr + HALF, columns_C, HALF, WIDTH)
         low_GC, high_GC = rotate_halves(low_GC, high_GC, cos_C[None, :], sin_C[None, :])
     if IS_KV:

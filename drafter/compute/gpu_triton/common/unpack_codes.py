@@ -134,9 +134,13 @@ def _scaled_e2m1(byte_CB, factor_CB, dtype: tl.constexpr, PACK: tl.constexpr):
 
 @triton.jit
 def unpack_int4(byte_CB, scale_CG, zero_CG, dtype: tl.constexpr, PACK: tl.constexpr):
-    """Return low and high codes less their zeros (None: 8), scaled and rounded to `dtype`: [C, B] each."""
+    """Return low and high codes less their zeros (None: 8), scaled and rounded to `dtype`: [C, B] each.
+
+    `PACK`: see `bytes_at_once`.
+    """
     width: tl.constexpr = byte_CB.shape[1]
     if dtype == tl.bfloat16 and HAS_PTX:
+        # Codes and zeros are the mantissas of bf16 from 128 on, so a difference of two is exact.
         low_CB, high_CB = _unpack(byte_CB, _INT4_2, _INT4_4, PACK)
         if zero_CG is None:
             low_CB, high_CB = low_CB - _BF16_OF_CODE_0, high_CB - _BF16_OF_CODE_0

@@ -66,6 +66,11 @@ def _take_in(
     WIDTH: tl.constexpr, TAPS: tl.constexpr, MAX_DRAFTS: tl.constexpr, DRAFTS: tl.constexpr,
     SAVES: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Convolve a block of a request's rows for one head, and norm it if it is of queries or keys.
+
+    The first block's program also updates the window of the next step's inputs, after known rows alone, and
+    keeps the inputs of drafts, of which some may be accepted.
+    """
     wait_for_predecessor(PDL)
     CHANNELS: tl.constexpr = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
     WINDOW: tl.constexpr = TAPS - 1

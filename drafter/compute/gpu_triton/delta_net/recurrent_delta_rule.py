@@ -103,6 +103,11 @@ def _run_rows(
     MAX_DRAFTS: tl.constexpr, SAVES: tl.constexpr, KEY_WIDTH: tl.constexpr, MOST_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Run the delta rule over a request's rows, in order, for some columns of a value head's state.
+
+    The state is stored after the last known row; drafts only leave records, from which accepted ones are
+    folded in later.
+    """
     wait_for_predecessor(PDL)
     CHANNELS: tl.constexpr = 2 * KEYS * KEY_DIM + VALUES * VALUE_DIM
     request, head = tl.program_id(0), tl.program_id(1)

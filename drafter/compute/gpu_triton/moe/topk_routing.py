@@ -55,6 +55,11 @@ def _choose(
     SIGMOID: tl.constexpr, CHOOSE_FIRST: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Choose a row's experts, one after the other, and their weights; a program per row.
+
+    `CHOOSE_FIRST`: by logits, and only the chosen ones' weights are normalized. A correction changes which
+    experts are chosen, but not their weights.
+    """
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     expert_E = tl.arange(0, LANES)

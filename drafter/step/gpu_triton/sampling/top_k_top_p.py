@@ -231,7 +231,12 @@ def _collect(
 def _search(
     floor, target, source, OF: tl.constexpr, MAX_CANDIDATES: tl.constexpr, NUM_STOP_IDS: tl.constexpr
 ):
-    """Return the largest fp32 value, from `floor` up, at which the weight of a row still reaches `target`."""
+    """Return the largest fp32 value, from `floor` up, at which the weight of a row still reaches `target`.
+
+    A bisection over the int32 that order as fp32 do (`_order`), in _TRIES parts at once: weights fall as
+    floors rise, so the result lies between the last try that reaches the target and the next one. `source`
+    and `OF`: see `_weigh`.
+    """
     _, largest, _, _ = source
     low, high = _order(floor).to(tl.int64), _order(largest).to(tl.int64)
     parts = tl.arange(0, _TRIES).to(tl.int64) + 1
