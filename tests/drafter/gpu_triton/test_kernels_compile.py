@@ -6,7 +6,8 @@ them is bound by its instructions, which no other test shows.
 `SHAPES` lists, for each module of `compute/gpu_triton` and `step/gpu_triton`, few representative shapes,
 because each costs seconds. What is compiled is recorded from the product's launch functions
 (`support/kernels/`), in one process without Triton's interpreter: this file as a script. The short form has
-one shape of every kernel, for sm_90 and sm_100 in turn. `make kernels` compiles all for all three.
+one shape of every kernel, for sm_90 and sm_100 in turn, and `ATOMICS` for all. `make kernels` compiles all
+shapes for all three.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ LIKE_100 = 103  # B300
 SHARED_MEMORY_BYTES = 228 * 1024  # of their multiprocessors; each program takes 1 KiB more
 REGISTERS = 65536
 WHOLE = os.environ.get("MANTA_GRID") == "whole"
+# Ordering atomics of kernels that always have them, in the order of the code, by module. Compiled for all
+# capabilities in the short form, too.
+ATOMICS = {
+    "compute.gpu_triton.linear.all_reduce_norm": ["release.sys", "acquire.sys"],
+    "step.gpu_triton.sampling.sampler": ["acq_rel.gpu"],
+}
 # Kernels whose products are made by Hopper's and Blackwell's own matrix instructions at any height of a tile.
 OWN_INSTRUCTIONS = ("_multiply", "_multiply_tiles", "_run_chunks")
 
@@ -286,13 +293,13 @@ def chosen(module: str, capability: int, *, whole: bool = WHOLE) -> list[Shape]:
     """Return the shapes of a module that are compiled for a capability."""
     shapes = SHAPES[module] if whole else _one_of_each_kernel(SHAPES[module])
     if capability == LIKE_100:
-        return [shape for shape in shapes if whole and shape.only != CAPABILITIES[0]]
+        return [shape for shape in shapes if (whole or module in ATOMICS) and shape.only != CAPABILITIES[0]]
     parity = CAPABILITIES.index(capability) + list(SHAPES).index(module)
 
     def is_chosen(i: int, shape: Shape) -> bool:
         if shape.only is not None:
             return shape.only == capability
-        return whole or (i + parity) % len(CAPABILITIES) == 0
+        return whole or module in ATOMICS or (i + parity) % len(CAPABILITIES) == 0
 
     return [shape for i, shape in enumerate(shapes) if is_chosen(i, shape)]
 
@@ -354,6 +361,7 @@ def test_kernels_compile_without_spills_or_slow_conversions(
         prefetches = shape.kernel == "_multiply" and found["constants"]["CODE"] is None
         assert found["prefetches_first"] == prefetches, (shape, found)
         assert found["ordered"], (shape, found)
+        assert found["atomics"] == ATOMICS.get(module, found["atomics"]), (shape, found)
         assert found["slow_conversions"] == 0, (shape, found)
         assert not (found["constants"].get("PACK") and found["flushes"]), "codes are subnormal floats"
         if shape.most_instructions is not None:
@@ -370,6 +378,8 @@ def test_a_missing_barrier_beside_an_atomic_is_found() -> None:
     assert _is_ordered("\n".join((store, barrier, release, barrier, acquire, barrier, load)))
     assert not _is_ordered("\n".join((barrier, store, release, barrier, load)))
     assert not _is_ordered("\n".join((store, barrier, acquire, load, barrier)))
+    assert _ordering_atomics(f"{release}\n{acquire}") == ["release.sys", "acq_rel.gpu"]
+    assert _ordering_atomics(release.replace("release", "relaxed")) == []
 
 
 @pytest.mark.if_changed
@@ -427,6 +437,7 @@ def _compile(launch: Any, capability: int) -> dict[str, Any]:
         "prefetches_first": -1 < ptx.find("prefetch.global.L2") < ptx.find("griddepcontrol.wait"),
         "instructions": len(loop),
         "ordered": _is_ordered(ptx),
+        "atomics": _ordering_atomics(ptx),
         "slow_conversions": sum(name in ("I2F", "F2F", "F2I") for name in loop),
         "spills": loop.count("LDL") + loop.count("STL"),
         "copies": loop.count("LDGSTS"),
@@ -465,6 +476,12 @@ def _waits_first(ptx: str) -> bool:
     touched = re.search(r"\b(?:cp|(?:ld|st|atom|red)(?!\S*\.(?:param|shared)))\.", ptx)
     assert touched is not None, "a kernel that does nothing: it may be a trap"
     return -1 < ptx.find("griddepcontrol.wait") < touched.start()
+
+
+def _ordering_atomics(ptx: str) -> list[str]:
+    """Return the order and scope of each atomic that is not relaxed."""
+    found = re.findall(r"\batom\.global\.(\w+)\.(acq_rel|release|acquire)\.", ptx)
+    return [f"{order}.{scope}" for scope, order in found]
 
 
 def _is_ordered(ptx: str) -> bool:

@@ -68,7 +68,7 @@ IF_CHANGED: dict[str, dict[str, Any]] = {
     "gpt-oss": {"model": GPT_OSS},
     **{
         f"{form} codes": {"model": {"quantization_config": FORMATS[form].config}}
-        for form in ("ct_nvfp4", "mxfp4")
+        for form in ("ct_nvfp4", "mxfp4", "awq", "gptq", "ct_int8")
     },
     "latents of DeepSeek-V3": {"model": _layers("DeepSeek-V3", 2, first_k_dense_replace=1)},
     "recurrent states of Qwen3-Next": {

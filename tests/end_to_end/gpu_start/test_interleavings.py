@@ -70,7 +70,7 @@ FAULTS_OF_SUMS: dict[str, tuple[Callable[[list[Thread]], list[Thread]], str]] = 
     "one half of the buffers": (lambda threads: changed(threads, in_one_half), "a race"),
     "a wait for the signals of the launch before": (
         lambda threads: changed(
-            threads, lambda op: of_signals(op, count=op.count - 1) if isinstance(op, Wait) else op
+            threads, lambda op: of_signals(op, at_least=op.at_least - 1) if isinstance(op, Wait) else op
         ),
         "a race",
     ),

@@ -55,7 +55,7 @@ class Wait(NamedTuple):
     """
 
     counter: str
-    count: int
+    at_least: int
     acquires: bool = True
     gives_up: bool = False
 
@@ -196,7 +196,7 @@ class Explorer:
         return thread.ops[done] if done < len(thread.ops) and thread.process not in state.dead else None
 
     def _can_end(self, state: State, op: Wait) -> bool:
-        return len(state.released[self._counters[op.counter]]) >= op.count
+        return len(state.released[self._counters[op.counter]]) >= op.at_least
 
     def _steps(self, state: State) -> Iterator[tuple[str, State]]:
         """Yield the states that may follow, with what happens before each."""
@@ -270,8 +270,8 @@ class Explorer:
 
     def _wait(self, state: State, number: int, op: Wait) -> State:
         clocks = state.clocks
-        if op.acquires and op.count > 0:
-            known = state.released[self._counters[op.counter]][op.count - 1]
+        if op.acquires and op.at_least > 0:
+            known = state.released[self._counters[op.counter]][op.at_least - 1]
             clocks = _with(clocks, number, _join(clocks[number], known))
         return self._advanced(state._replace(clocks=clocks), number)
 
