@@ -68,8 +68,9 @@ def done_for_ever(threads: list[Thread]) -> list[Thread]:
     """Take an event that was recorded once to be done, also when it is recorded again."""
 
     def of_first_record(op: Op) -> Op:
-        is_event = isinstance(op, Wait) and op.counter.startswith("copied")
-        return op._replace(at_least=min(op.at_least, 1)) if is_event else op
+        if isinstance(op, Wait) and op.counter.startswith("copied"):
+            return op._replace(at_least=min(op.at_least, 1))
+        return op
 
     return changed(threads, of_first_record)
 
