@@ -38,8 +38,8 @@ LAUNCHES_OVER_RANKS, LAUNCHES_OF_DRAFTS_OVER_RANKS = 11, 19
 LAUNCHES_UNFUSED, LAUNCHES_UNFUSED_OVER_RANKS = 3, 1
 PRODUCTS_PER_LAYER, PRODUCTS_BESIDE_EXPERTS = 4, 2
 # The largest sum over ranks that is made in one launch with the residual and the norm after it: each rank
-# reads all others' parts.
-FUSED_SUM_ROWS, FUSED_SUM_BYTES = 128, 256 * 1024
+# reads all others' parts. Each row has its own memory, of a width that no published model reaches.
+FUSED_SUM_ROWS, FUSED_SUM_BYTES, FUSED_SUM_WIDTH = 128, 256 * 1024, 16 * 1024
 LAUNCHES_OF_TREES = 6  # more of a step than with chains, to grow, place, move and report trees
 TREE_NODE_BYTES = 16  # of a node that a separate drafter sends: token, parent, rank and survival
 LAUNCHES_OF_DRAFT = 5  # outside the layers of a pass for one draft: embedding, fc, norm, head, argmax

@@ -19,7 +19,7 @@ from ...actors.targets.model.tensor_parallel import Communicator, SingleRank
 from ...actors.targets.runners import cuda_graphs
 from ...actors.workers.comm.custom_all_reduce import compile_fused
 from ...cluster.config import EngineConfig
-from ...cluster.hardware.step_time import FUSED_SUM_BYTES, FUSED_SUM_ROWS
+from ...cluster.hardware.step_time import FUSED_SUM_BYTES, FUSED_SUM_ROWS, FUSED_SUM_WIDTH
 from ...drafter.compute.gpu_triton.linear import gemm_choice
 from ...drafter.compute.gpu_triton.linear.gemm_choice import MeasuredChoice
 from ...drafter.compute.gpu_triton.linear.projections import OwnProjection, TorchProjection, Use
@@ -54,9 +54,8 @@ class PretendedRank:
         """Sum few rows by `fused` from now on, as ranks do whose GPUs can read each other's memory."""
         values_P, signals_P = (torch.empty(self.world_size, dtype=torch.int64, device="cuda") for _ in "vs")
         launches = torch.zeros(FUSED_SUM_ROWS, dtype=torch.int32, device="cuda")
-        half_values = FUSED_SUM_BYTES // dtype.itemsize
-        sizes = self.rank, self.world_size, dtype
-        buffers = PeerBuffers(*sizes, values_P, signals_P, launches, half_values)
+        ranks, sizes = (self.rank, self.world_size), (FUSED_SUM_WIDTH, FUSED_SUM_BYTES // dtype.itemsize)
+        buffers = PeerBuffers(*ranks, dtype, values_P, signals_P, launches, *sizes)
         if fused is not None:
             compile_fused(fused, buffers)
             self.peer_buffers = buffers

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ....cluster.hardware.step_time import FUSED_SUM_BYTES, FUSED_SUM_ROWS
+from ....cluster.hardware.step_time import FUSED_SUM_BYTES, FUSED_SUM_ROWS, FUSED_SUM_WIDTH
 from ....drafter.compute.memory.peer_buffers import FusedSum, PeerBuffers
 
 logger = logging.getLogger(__name__)
@@ -146,16 +146,23 @@ def _share_buffers(
 ) -> PeerBuffers:
     """Return memory for fused sums, usable once all ranks have it. Collective."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    values_bytes = 2 * FUSED_SUM_BYTES  # two halves; then the signals
+    values_bytes = 2 * FUSED_SUM_ROWS * FUSED_SUM_WIDTH * dtype.itemsize  # two halves; then the signals
     size = values_bytes // torch.int32.itemsize + FUSED_SUM_ROWS * world_size
     own = memory.empty(size, dtype=torch.int32, device=device).zero_()
     handle = memory.rendezvous(own, group.group_name)
     views = [handle.get_buffer(peer, (size,), torch.int32) for peer in range(world_size)]
     values_P = torch.tensor([view.data_ptr() for view in views], device=device)
     launches = torch.zeros(FUSED_SUM_ROWS, dtype=torch.int32, device=device)
-    half_values, signals_P = FUSED_SUM_BYTES // dtype.itemsize, values_P + values_bytes
     return PeerBuffers(
-        rank, world_size, dtype, values_P, signals_P, launches, half_values, (handle, own, *views)
+        rank,
+        world_size,
+        dtype,
+        values_P,
+        values_P + values_bytes,
+        launches,
+        FUSED_SUM_WIDTH,
+        FUSED_SUM_BYTES // dtype.itemsize,
+        (handle, own, *views),
     )
 
 

@@ -22,9 +22,12 @@ class PeerBuffers:
 
     Attributes:
         dtype: of the parts.
-        values_P, signals_P: int64 on the device, addresses of each rank's buffer (two halves of `half_values`
-            values) and counters (int32 [max_rows, P], zero before the first launch).
+        values_P, signals_P: int64 on the device, addresses of each rank's buffer ([max_rows, 2,
+            `row_values`]) and counters (int32 [max_rows, P], zero before the first launch).
         launches: int32 [max_rows], how often each row was summed.
+        row_values: the place of a row, however wide: a rank that writes a row waits for those that read the
+            same row, so rows of several widths (target, drafter) must not share memory.
+        most_values: of a launch.
         owners: what keeps the memory alive.
         spins: looks at the counters before a program gives up.
     """
@@ -35,13 +38,15 @@ class PeerBuffers:
     values_P: Tensor
     signals_P: Tensor
     launches: Tensor
-    half_values: int
+    row_values: int
+    most_values: int
     owners: tuple[object, ...] = ()
     spins: int = MAX_SPINS
 
     def takes(self, part_NH: Tensor) -> bool:
-        fits = len(part_NH) <= len(self.launches) and part_NH.numel() <= self.half_values
-        return fits and part_NH.dtype is self.dtype
+        num_rows, width = part_NH.shape
+        fits = num_rows <= len(self.launches) and width <= self.row_values
+        return fits and part_NH.numel() <= self.most_values and part_NH.dtype is self.dtype
 
     def bounded(self, spins: int) -> PeerBuffers:
         return replace(self, spins=spins)

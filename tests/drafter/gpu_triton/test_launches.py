@@ -170,12 +170,12 @@ class EqualRanks(SingleRank):
         """With `fuses` sums are made with the norms after them, here over one rank's memory."""
         self.world_size = world_size
         if world_size > 1 and fuses:
-            half = 256 * TALL
-            values, flags = torch.zeros(2 * half, device=DEVICE), torch.zeros(TALL, dtype=torch.int32)
+            width = 256
+            values, flags = torch.zeros(2 * TALL * width, device=DEVICE), torch.zeros(TALL, dtype=torch.int32)
             self._memory = values, flags.to(DEVICE)
             addresses = [torch.tensor([each.data_ptr()], device=DEVICE) for each in self._memory]
             turns = torch.zeros(TALL, dtype=torch.int32, device=DEVICE)
-            self.peer_buffers = PeerBuffers(0, 1, torch.float32, *addresses, turns, half)
+            self.peer_buffers = PeerBuffers(0, 1, torch.float32, *addresses, turns, width, TALL * width)
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         with _disable_current_modes():

@@ -39,15 +39,15 @@ class Memory:
     values: Sequence[Tensor]  # by rank
     signals: Sequence[Tensor]
     launches: Sequence[Tensor]
-    half_values: int
+    row_values: int
 
     @classmethod
     def build(cls, num_ranks: int, num_rows: int = 1) -> Memory:
-        half_values = max(num_rows * num_ranks, 4)  # 16 bytes
-        values = [torch.zeros(2 * half_values) for _ in range(num_ranks)]
+        row_values = max(num_ranks, 4)  # 16 bytes
+        values = [torch.zeros(2 * num_rows * row_values) for _ in range(num_ranks)]
         signals = [torch.zeros(num_rows, num_ranks, dtype=torch.int32) for _ in range(num_ranks)]
         launches = [torch.zeros(num_rows, dtype=torch.int32) for _ in range(num_ranks)]
-        return cls(values, signals, launches, half_values)
+        return cls(values, signals, launches, row_values)
 
     def of_rank(self, rank: int) -> PeerBuffers:
         values_P, signals_P = (
@@ -60,7 +60,8 @@ class Memory:
             values_P,
             signals_P,
             self.launches[rank],
-            self.half_values,
+            self.row_values,
+            self.values[rank].numel() // 2,
             spins=_LOOKS,
         )
 

@@ -242,7 +242,7 @@ def convolve_rows(device: torch.device) -> None:
 def sum_over_ranks(device: torch.device) -> None:
     for width, ranks, dtype in ((2880, 8, BF16), (4096, 2, FP32)):  # gpt-oss's is the first
         x_NH, addresses = torch.empty(16, width, dtype=dtype), torch.empty(ranks, dtype=I64)
-        peers = PeerBuffers(2, ranks, dtype, addresses, addresses, torch.empty(64, dtype=I32), 2**20)
+        peers = PeerBuffers(2, ranks, dtype, addresses, addresses, torch.empty(64, dtype=I32), 2**14, 2**20)
         sum_add_rms_norm(x_NH, peers, x_NH, torch.empty(width, dtype=dtype), EPS)
 
 

@@ -7,7 +7,7 @@ row r on every rank:
              ─▶ round ─▶ + residual ─▶ round ─▶ norm
 
 All ranks add the same numbers in the same order, so they get the same bits. A signal is an increment of a
-counter on the other rank, one for each row and rank. Buffers have two halves, used in turn by a row's
+counter on the other rank, one for each row and rank. A row's place has two halves, used in turn by its
 launches: a rank writes a half again after it has seen the next launch's signals, which a rank sends once it
 has read the half.
 
@@ -52,7 +52,7 @@ def sum_add_rms_norm(
     block = 1 << (width - 1).bit_length()
     _sum_add_norm[(num_rows,)](
         part_NH, peers.values_P, peers.signals_P, peers.launches, x_NH, weight_H, sum_NH, normed_NH,
-        part_NH.stride(0), x_NH.stride(0), peers.half_values, peers.rank, peers.spins, eps, scalar,
+        part_NH.stride(0), x_NH.stride(0), peers.row_values, peers.rank, peers.spins, eps, scalar,
         WORLD=peers.world_size, RANKS=triton.next_power_of_2(peers.world_size), WIDTH=width, BLOCK=block,
         num_warps=warps_for(block), **dependent_launch(x_NH.device),
     )  # fmt: skip
@@ -62,7 +62,7 @@ def sum_add_rms_norm(
 @triton.jit(do_not_specialize=["rank", "spins"])
 def _sum_add_norm(
     part_ptr, values_ptr, signals_ptr, launches_ptr, x_ptr, weight_ptr, sum_ptr, normed_ptr,
-    part_stride, x_stride, half_values, rank, spins, eps, scalar,
+    part_stride, x_stride, row_values, rank, spins, eps, scalar,
     WORLD: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
@@ -71,7 +71,7 @@ def _sum_add_norm(
     columns_H = tl.arange(0, BLOCK)
     inside_H = columns_H < WIDTH
     launch = tl.load(launches_ptr + row)
-    at = (launch % 2).to(tl.int64) * half_values + row * WIDTH
+    at = (2 * row + launch % 2) * row_values
     part_H = tl.load(part_ptr + row * part_stride + columns_H, mask=inside_H, other=0.0)
     tl.store(_buffer(values_ptr, rank, dtype) + at + columns_H, part_H, mask=inside_H)
     tl.debug_barrier()  # all threads' stores come before the signals
