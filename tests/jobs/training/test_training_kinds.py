@@ -24,6 +24,7 @@ from manta.jobs.training.heads.initialization import continued, drafter_config, 
 from manta.jobs.training.heads.offline_proposals import BlockProposals, sampling
 from manta.jobs.training.heads.recipes import DrafterSettings, Teaching, TrainSettings
 from manta.jobs.training.loop.continuations import ContinuationRequest
+from manta.jobs.training.loop.precision import autocast
 from manta.jobs.training.loop.training_curves import read_rows
 from manta.jobs.training.loop.training_loop import Length, LoopSettings
 from manta.jobs.training.train_drafter import Trained, train
@@ -151,14 +152,14 @@ def test_an_offline_selector_path_starts_at_each_anchor(temperature: float, targ
     frozen = frozen_target(target)
     drafter = second_drafter(frozen)
     shuffle_weights(drafter)
-    drafter.bfloat16()
+    drafter.to(frozen.dtype)
     question, tokens = ContinuationRequest((1, 2, 3), temperature, seed=7), torch.arange(3, 15)
     anchors = torch.tensor([4, 9])
     features, _ = frozen.read(tokens[None])
     drafts = BlockProposals(frozen, drafter)(features[0], question, tokens, anchors)
     blocks = torch.full((2, 4), MASK_ID)
     blocks[:, 0] = tokens[anchors]
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), autocast(CPU):
         hidden = drafter(features, frozen.embed(blocks[None]), anchors[None])[0][:, 1:]
         unary = frozen.head(hidden.flatten(0, 1)).float().unflatten(0, (2, 3))
     selector = drafter.candidate_selector.float()
