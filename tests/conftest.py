@@ -46,6 +46,7 @@ _GROUPS = {
     "jobs": ("tests/end_to_end/batch/",),
 }
 _LONGEST = (
+    "tests/end_to_end/gpu_start/test_gpu_rehearsal.py",
     "tests/end_to_end/lossless/test_lossless.py",
     "tests/actors/targets/test_device_runner.py",
     "tests/drafter/gpu_triton/test_kernels_compile.py",
