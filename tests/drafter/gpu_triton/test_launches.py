@@ -205,7 +205,7 @@ def test_the_planner_charges_the_launches_of_a_targets_pass(
     backend = TritonBackend(DEVICE, batch_invariant=count == ROWS)  # on a CPU other products are PyTorch's
     weights = TargetWeights(folder, spec, Sharding(spec, 0, tp), torch.float32, DEVICE)
     target, launches = Decoder(weights, (), 2 * TALL, ranks, backend), Launches(monkeypatch)
-    token_ids_N, placed = torch.arange(count), rows(backend, count)
+    token_ids_N, placed = torch.arange(count) % spec.vocab_size, rows(backend, count)
     cache = target.new_cache(-(-TALL // PAGE_SIZE), PAGE_SIZE)
     (hidden_NH, _), verify = launches.of(lambda: target.forward(token_ids_N, placed, cache))
     (logits_NU, _), head = launches.of(lambda: target.local_logits(hidden_NH))
