@@ -306,7 +306,7 @@ class StepController:
     ) -> None:
         """Compare a step of decoding requests with a plain one, for the loss budget and the speed-up.
 
-        The step took `seconds`, and stands for `num_steps` like it.
+        The step took `seconds`; it is counted as `num_steps` steps.
         """
         num_out_R, weights_R = outcome.num_out, step.weights_R[step.remaining_R]
         own_worth, worth = float(step.weights_R.sum()), float(weights_R.dot(num_out_R))

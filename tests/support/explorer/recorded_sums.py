@@ -85,9 +85,8 @@ def sums_of_ranks(num_ranks: int, num_launches: int) -> list[Thread]:
             launch = _recorded(memory, rank, number)
             for thread, found in enumerate(ops):
                 found += _ops(launch, memory, thread, number)
-                found.append(
-                    Meet(-1 - number)
-                )  # a launch begins when all threads of the one before have ended
+                # A launch begins when all threads of the one before have ended.
+                found.append(Meet(-1 - number))
                 if rank == thread == 0:
                     found.append(Signal("outcomes"))
         process = f"rank {rank}"
