@@ -15,7 +15,7 @@ from manta.jobs.common.stop_signals import Stopped, StopSignals
 
 from . import speed_bench
 from .batch import soak_batch
-from .options import CompareOptions, PolicySweepOptions, ServeTaxOptions
+from .options import CompareOptions, CouplingOptions, PolicySweepOptions, ServeTaxOptions
 from .serving import soak_serve
 
 app = typer.Typer(
@@ -54,6 +54,15 @@ def compare(options: CompareOptions, config: EngineConfig, model_: Model = None)
     from .comparison.compare import run_compare
 
     run_compare(config, options)
+
+
+@app.command()
+@with_flags
+def couplings(options: CouplingOptions, config: EngineConfig, model_: Model = None) -> None:
+    """Compare equal noise with rejection sampling in accepted drafts, on one text and the same logits."""
+    from .comparison.couplings import run_couplings
+
+    run_couplings(config, options)
 
 
 @app.command()

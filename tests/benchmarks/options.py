@@ -40,6 +40,24 @@ class CompareOptions(RunOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CouplingOptions(RunOptions):
+    """Options of `couplings`.
+
+    Attributes:
+        drafts: drafts of a block; by default all of the drafter's.
+        temperatures: sampling temperature; may be repeated.
+    """
+
+    drafts: int | None = None
+    temperatures: Temperatures = (1.0,)
+
+    def __post_init__(self) -> None:
+        RunOptions.__post_init__(self)
+        if lost := [each for each in self.temperatures if each <= 0]:
+            raise ConfigError(f"temperatures={lost[0]:g} must be above 0.", param="temperatures")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySweepOptions(SweepOptions):
     """Options of `sweep`.
 

@@ -135,13 +135,13 @@ class LoopDrafter(nn.Module):
             taps: [1, T, m * H] of the tokens before the anchor that are not in `cache` yet; they are added to
                 it.
         """
-        y_XH = self._hidden(taps, anchor, num_drafts, cache)
-        logits_XV = self._logits(y_XH)
+        y_XH = self.hidden(taps, anchor, num_drafts, cache)
+        logits_XV = self.logits(y_XH)
         if self._selector is None:
             return logits_XV.argmax(-1).tolist()
         return self._selector.path(y_XH, logits_XV, anchor)
 
-    def _hidden(self, taps: Tensor, anchor: int, num_drafts: int, cache: DynamicCache) -> Tensor:
+    def hidden(self, taps: Tensor, anchor: int, num_drafts: int, cache: DynamicCache) -> Tensor:
         """Return the head's input [num_drafts, H] for the slots after `anchor`; see `drafts`."""
         c = self.hidden_norm(self.fc(taps))
         x = self._inputs(anchor, num_drafts)
@@ -154,6 +154,23 @@ class LoopDrafter(nn.Module):
         _drop_last(cache, num_drafts + 1)
         return self.norm(x)[0, 1:]
 
+    def logits_after(self, y_XH: Tensor, before_X: Tensor, noise_XV: Tensor | None = None) -> Tensor:
+        """Return the logits [X, V] of slots whose previous tokens are `before_X`.
+
+        Args:
+            noise_XV: added to the logits to choose a selector's candidates; all others get -inf. Without it
+                the selector scores all tokens.
+        """
+        logits_XV = self.logits(y_XH)
+        if self._selector is None:
+            return logits_XV
+        scores_XV = self._selector.scores(y_XH, logits_XV, before_X)
+        if noise_XV is None:
+            return scores_XV
+        tokens_XC = (logits_XV + noise_XV).topk(self._selector.top_k, dim=-1).indices
+        none_XV = torch.full_like(scores_XV, float("-inf"))
+        return none_XV.scatter_(1, tokens_XC, scores_XV.gather(1, tokens_XC))
+
     def _inputs(self, anchor: int, num_drafts: int) -> Tensor:
         """Return the inputs [1, S, H]: the anchor's embedding, then the mask's."""
         device = self._embedding_VH.device
@@ -164,7 +181,7 @@ class LoopDrafter(nn.Module):
         rows = torch.stack((anchor_H, *[mask_H] * num_drafts))[None]
         return rows * self._embed_scale
 
-    def _logits(self, y: Tensor) -> Tensor:
+    def logits(self, y: Tensor) -> Tensor:
         """Return logits [.., V] in the target's vocabulary."""
         z = functional.linear(y, self._head_VH) * self.config.output_multiplier
         if (cap := self.config.logit_softcap) is not None:
@@ -201,6 +218,11 @@ class _Selector:
             before = int(tokens_C[scores_C.argmax()])
             drafts.append(before)
         return drafts
+
+    def scores(self, y_XH: Tensor, logits_XV: Tensor, before_X: Tensor) -> Tensor:
+        """Return the scores [X, V] of all tokens after `before_X`."""
+        gates_XE = functional.linear(y_XH, self.hidden_EH)
+        return logits_XV + (self.predecessors_VE[before_X] * gates_XE) @ self.successors_VE.T
 
 
 def _beyond_qwen3(config: DrafterConfig) -> str | None:

@@ -13,11 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from benchmarks.cli import app, main
 from benchmarks.comparison.compare import run_compare
 from benchmarks.comparison.contenders import TransformersTarget
+from benchmarks.comparison.couplings import EQUAL, SampledText, walk
 from benchmarks.comparison.dflash_loop import LoopDrafter, dflash_loop
 from benchmarks.engine.policy_sweep import run_policy_sweep
 from benchmarks.options import CompareOptions, PolicySweepOptions
@@ -104,6 +106,38 @@ def test_the_plain_loop_accepts_as_many_drafts_as_the_oracle(shipped_pair: tuple
     answer = dflash_loop(target, LoopDrafter(drafter_folder, target), prompt, 12)
     assert answer.token_ids == tokens[:12]
     assert answer.num_steps == len(steps) < 11
+
+
+@pytest.mark.if_changed
+def test_offline_couplings_take_the_engines_steps_over_the_engines_text(
+    shipped_pair: tuple[Path, Path],
+) -> None:
+    target_folder, drafter_folder = shipped_pair
+    target = TransformersTarget(target_folder, torch.device("cpu")).load("float32")
+    drafter = LoopDrafter(drafter_folder, target)
+    prompt, num_tokens = Tokenizer.load(target_folder).encode("def read_lines(path):\n"), 40
+    with torch.inference_mode():
+        text = SampledText(target, drafter, prompt, num_tokens, 1.0, seed=7)
+        acceptances = text.acceptances(drafter, 5)
+    spec = {"model": str(drafter_folder), "adaptive": False, "num_speculative_tokens": 5}
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=num_tokens, ignore_eos=True)
+    with LLM(str(target_folder), speculative_config=spec, dtype="float32", max_model_len=128) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
+    assert list(output.outputs[0].token_ids) == text.ids[len(prompt) :]
+    equal = acceptances[EQUAL] > 0
+    assert output.metrics.num_steps == walk(equal, np.zeros_like(equal)) < num_tokens
+    best, greedy = acceptances["best"], acceptances["greedy drafts"]
+    assert best.min() >= 0 and best.max() <= 1 and set(np.unique(greedy)) <= {0.0, 1.0}
+
+
+def test_a_walk_takes_accepted_drafts_and_one_token_more() -> None:
+    accepted = np.array([[1, 1, 0], [0, 0, 0], [0, 1, 1], [1, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]], bool)
+    none = np.zeros_like(accepted)
+    assert walk(accepted, none) == 2  # from 0 three tokens, from 3 four
+    assert walk(none, none) == 7
+    second = none.copy()
+    second[0, 2] = second[3, 0] = True
+    assert walk(accepted, second) == 4  # from 0 all four; then one by one
 
 
 @pytest.mark.if_changed
